@@ -1,0 +1,1 @@
+//! Admin API, sync service, registration jobs, prober.

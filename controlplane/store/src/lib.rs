@@ -1,0 +1,1 @@
+//! ClusterStore: the replicated log behind the state machine.

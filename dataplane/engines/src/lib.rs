@@ -1,0 +1,1 @@
+//! What each engine's legs look like on the wire.

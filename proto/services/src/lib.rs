@@ -1,0 +1,7 @@
+//! gRPC services between the planes. Generated from `proto/`.
+#![allow(missing_docs, clippy::large_enum_variant)]
+
+/// The snapshot subscription of gateways.
+pub mod sync {
+    tonic::include_proto!("smg.sync.v1");
+}

@@ -1,0 +1,1 @@
+//! The fleet's domain model: workers, pairing, policies, snapshots.

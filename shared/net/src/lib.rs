@@ -1,0 +1,1 @@
+//! Listeners, HTTP client, drain, backoff, named tasks.

@@ -1,0 +1,2 @@
+//! `smg`: a gateway fleet for prefill/decode disaggregated LLM serving.
+fn main() {}

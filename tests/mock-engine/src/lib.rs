@@ -1,0 +1,1 @@
+//! Mock SGLang and vLLM engines that enforce the engines' protocol rules.

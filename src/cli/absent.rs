@@ -1,0 +1,419 @@
+//! Flags of the documented gateway whose feature this version does not have.
+//!
+//! Problem: a flag that is silently ignored is worse than an error: `--tenant-rate-limit-enabled` would look like
+//! protection. So each such flag is a row of [`GROUPS`]; giving it refuses the start and names the missing feature,
+//! unless the value given is one that switches the feature off, which is what this version does anyway.
+//!
+//! A feature that arrives takes its rows out of this table and becomes a field of a group.
+
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use super::error::CliError;
+
+/// How many words a flag takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shape {
+    /// None: being there switches the feature on.
+    Switch,
+    /// None: being there switches the feature off, so the flag is accepted.
+    OffSwitch,
+    /// One, repeatable.
+    One,
+    /// None or one, the latter only after `=`.
+    MaybeOne,
+    /// Any number; none at all is "off".
+    Many,
+}
+
+/// One absent flag.
+struct Flag {
+    /// Spellings without dashes, the documented one first.
+    names: &'static [&'static str],
+    shape: Shape,
+    /// Values that switch the feature off.
+    off: &'static [&'static str],
+}
+
+/// Flags that miss the same feature.
+struct Group {
+    /// The feature, as it completes "… is not available in this version".
+    feature: &'static str,
+    flags: &'static [Flag],
+}
+
+const fn switch(names: &'static [&'static str]) -> Flag {
+    Flag { names, shape: Shape::Switch, off: &[] }
+}
+
+const fn off_switch(names: &'static [&'static str]) -> Flag {
+    Flag { names, shape: Shape::OffSwitch, off: &[] }
+}
+
+const fn one(names: &'static [&'static str]) -> Flag {
+    Flag { names, shape: Shape::One, off: &[] }
+}
+
+const fn one_or_off(names: &'static [&'static str], off: &'static [&'static str]) -> Flag {
+    Flag { names, shape: Shape::One, off }
+}
+
+const fn many(names: &'static [&'static str]) -> Flag {
+    Flag { names, shape: Shape::Many, off: &[] }
+}
+
+const GROUPS: &[Group] = &[
+    Group {
+        feature: "the cache_aware policy",
+        flags: &[
+            one(&["cache-threshold", "cache-match-threshold"]),
+            one(&["balance-abs-threshold", "spill-abs-threshold"]),
+            one(&["balance-rel-threshold", "spill-rel-threshold"]),
+            one_or_off(&["balance-token-usage-threshold"], &["1"]),
+            one_or_off(&["overload-token-usage-threshold"], &["1"]),
+            one(&["eviction-interval", "eviction-interval-secs"]),
+            one(&["max-tree-size"]),
+            one(&["block-size"]),
+            one_or_off(&["overlap-decay"], &["0"]),
+            one_or_off(&["selection-temperature"], &["0"]),
+            one(&["selection-policy"]),
+            one_or_off(&["selection-accounting-ttl-ms"], &["0"]),
+            one(&["cache-index"]),
+            one(&["cache-ttl-secs"]),
+            one(&["cache-boundaries"]),
+            one_or_off(&["worker-warmup-secs"], &["0"]),
+            one_or_off(&["worker-warmup-share"], &["0"]),
+            one(&["worker-warmup-blocks"]),
+            one_or_off(&["worker-warmup-thin-ratio"], &["0"]),
+            one_or_off(&["worker-warmup-divert-every"], &["0"]),
+            one(&["kv-index"]),
+            one(&["kv-indexer-ttl-secs"]),
+            one(&["kv-indexer-max-entries"]),
+        ],
+    },
+    Group {
+        feature: "the prefix_hash policy",
+        flags: &[
+            one(&["prefix-token-count"]),
+            one(&["prefix-hash-load-factor"]),
+            one(&["prefix-hash-balance-abs-threshold"]),
+        ],
+    },
+    Group {
+        feature: "the least_load policy",
+        flags: &[
+            one(&["least-load-kv-pressure-weight"]),
+            one(&["least-load-default-throughput"]),
+            one(&["least-load-mean-prefill-tokens"]),
+            one_or_off(&["least-load-max-waiting-requests"], &["0"]),
+        ],
+    },
+    Group { feature: "the bucket policy", flags: &[one(&["bucket-adjust-interval-secs"])] },
+    Group {
+        feature: "routing by a sticky key",
+        flags: &[
+            switch(&["routing-key-override", "sticky-sessions"]),
+            many(&["routing-key-headers"]),
+            one(&["max-idle-secs", "sticky-key-idle-secs"]),
+            one(&["assignment-mode"]),
+        ],
+    },
+    Group {
+        feature: "routing to single data-parallel ranks",
+        flags: &[switch(&["dp-aware"]), switch(&["dp-minimum-tokens-scheduler"])],
+    },
+    Group {
+        feature: "overload protection",
+        flags: &[
+            switch(&["worker-overload-protection"]),
+            off_switch(&["disable-worker-overload-protection"]),
+            one(&["worker-overload-waiting-requests"]),
+            one(&["worker-overload-token-usage"]),
+            switch(&["worker-overload-shed"]),
+        ],
+    },
+    Group {
+        feature: "watching the engines' load reports",
+        flags: &[
+            one(&["load-monitor-interval"]),
+            off_switch(&["disable-load-monitoring"]),
+            one(&["worker-stall-secs"]),
+            one(&["worker-wedge-secs"]),
+            one_or_off(&["worker-stale-secs"], &["0"]),
+            switch(&["engine-metrics"]),
+        ],
+    },
+    Group {
+        feature: "the reinforcement-learning control API",
+        flags: &[switch(&["enable-rl"]), one(&["rl-control-timeout-secs"]), one(&["rl-fanout-concurrency"])],
+    },
+    Group {
+        feature: "encode/prefill/decode serving",
+        flags: &[switch(&["epd-disaggregation"]), many(&["encode"]), one(&["encode-policy"])],
+    },
+    Group {
+        feature: "the prefill admission queue",
+        flags: &[
+            one_or_off(&["prefill-max-inflight-requests-per-worker"], &["-1", "0"]),
+            one(&["prefill-queue-size"]),
+            one(&["prefill-queue-timeout-secs"]),
+        ],
+    },
+    Group {
+        feature: "preparing media in the gateway",
+        flags: &[
+            one(&["multimodal-tensor-transport"]),
+            one(&["multimodal-shm-min-bytes"]),
+            one(&["multimodal-max-inflight-bytes"]),
+            one(&["mm-per-request-image-limit"]),
+            one_or_off(&["mm-processing"], &["worker"]),
+            one_or_off(&["mm-pixel-cache-mb"], &["0"]),
+            switch(&["mm-pixel-rdma"]),
+            one(&["mm-allowed-media-domains"]),
+            switch(&["mm-allow-private-media-hosts"]),
+            one(&["rdma-listen-ip"]),
+            one(&["rdma-slot-ttl-s"]),
+            switch(&["log-mm-timing"]),
+        ],
+    },
+    Group {
+        feature: "service discovery",
+        flags: &[
+            switch(&["service-discovery"]),
+            one(&["discovery-provider"]),
+            one(&["discovery-file"]),
+            one(&["discovery-check-interval-secs"]),
+            many(&["selector"]),
+            many(&["encode-selector"]),
+            many(&["prefill-selector"]),
+            many(&["decode-selector"]),
+            many(&["router-selector"]),
+            one(&["service-discovery-port"]),
+            one(&["service-discovery-namespace"]),
+            one(&["kv-connector-annotation"]),
+            one(&["kv-engine-id-annotation"]),
+            one(&["model-id-from"]),
+            Flag {
+                names: &["remove-unhealthy-workers", "worker-auto-recovery"],
+                shape: Shape::MaybeOne,
+                off: &["false"],
+            },
+            off_switch(&["no-remove-unhealthy-workers", "no-worker-auto-recovery"]),
+        ],
+    },
+    Group { feature: "a second name for a model", flags: &[one(&["model-alias"])] },
+    Group { feature: "writing logs to files", flags: &[one(&["log-dir"])] },
+    Group { feature: "heap profiling", flags: &[one(&["jemalloc-prof-dir"])] },
+    Group { feature: "a separate listener for probes", flags: &[one(&["health-check-port"])] },
+    Group { feature: "HTTP/2 towards engines", flags: &[switch(&["upstream-http2"])] },
+    Group { feature: "the ZMQ wire", flags: &[one(&["zmq-engine-count"])] },
+    Group {
+        feature: "telling tenants apart",
+        flags: &[
+            switch(&["trust-tenant-header"]),
+            one(&["tenant-header-name"]),
+            switch(&["tenant-rate-limit-enabled"]),
+            one(&["tenant-rate-limit-config"]),
+        ],
+    },
+    Group { feature: "streaming request bodies past the router", flags: &[one(&["max-buffered-request-bytes"])] },
+    Group { feature: "answering cross-origin browsers", flags: &[many(&["cors-allowed-origins"])] },
+    Group {
+        feature: "limiting concurrent requests",
+        flags: &[
+            one_or_off(&["max-concurrent-requests"], &["0"]),
+            one_or_off(&["queue-size"], &["0"]),
+            one(&["queue-timeout-secs"]),
+            one_or_off(&["rate-limit-tokens-per-second"], &["0"]),
+        ],
+    },
+    Group { feature: "background responses", flags: &[one_or_off(&["max-background-responses"], &["0"])] },
+    Group {
+        feature: "the priority scheduler",
+        flags: &[
+            switch(&["priority-scheduler-enabled"]),
+            one(&["priority-scheduler-default-max-class"]),
+            one(&["priority-scheduler-config"]),
+            one(&["priority-scheduler-tenant-metric-top-n"]),
+        ],
+    },
+    Group {
+        feature: "tokenizing in the gateway",
+        flags: &[
+            one(&["chat-template"]),
+            off_switch(&["disable-tokenizer-autoload"]),
+            switch(&["tokenizer-cache-enable-l0"]),
+            switch(&["tokenizer-cache-enable-l1"]),
+            one(&["tokenizer-cache-l0-max-entries"]),
+            one(&["tokenizer-cache-l0-max-memory"]),
+            one(&["tokenizer-cache-l1-max-memory"]),
+        ],
+    },
+    Group {
+        feature: "parsing reasoning and tool calls in the gateway",
+        flags: &[one(&["reasoning-parser"]), one(&["tool-call-parser"]), one(&["parser"])],
+    },
+    Group { feature: "calling MCP servers", flags: &[one(&["mcp-config-path"])] },
+    Group {
+        feature: "storing conversations",
+        flags: &[
+            one_or_off(&["history-backend"], &["none"]),
+            one(&["history-memory-max-responses"]),
+            one(&["history-memory-max-items"]),
+            one(&["history-memory-retention-secs"]),
+            many(&["storage-context-headers"]),
+            one(&["storage-hook-wasm-path"]),
+            one(&["schema-config"]),
+            one(&["oracle-wallet-path"]),
+            one(&["oracle-tns-alias"]),
+            one(&["oracle-connect-descriptor"]),
+            one(&["oracle-username"]),
+            one(&["oracle-password"]),
+            switch(&["oracle-external-auth"]),
+            one(&["oracle-pool-min"]),
+            one(&["oracle-pool-max"]),
+            one(&["oracle-pool-timeout-secs"]),
+            one(&["postgres-db-url"]),
+            one(&["postgres-pool-max"]),
+            one(&["postgres-op-timeout-secs"]),
+            one(&["redis-url"]),
+            one(&["redis-pool-max"]),
+            one(&["redis-retention-days"]),
+            one(&["redis-op-timeout-secs"]),
+        ],
+    },
+    Group { feature: "WebAssembly modules", flags: &[switch(&["enable-wasm"])] },
+    Group {
+        feature: "TLS",
+        flags: &[
+            one(&["tls-cert-path"]),
+            one(&["tls-key-path"]),
+            one(&["client-cert-path"]),
+            one(&["client-key-path"]),
+            many(&["ca-cert-paths"]),
+        ],
+    },
+    Group { feature: "tracing", flags: &[switch(&["enable-trace"]), one(&["otlp-traces-endpoint"])] },
+    Group {
+        feature: "authentication",
+        flags: &[
+            one(&["api-key"]),
+            one(&["tenant-api-key"]),
+            many(&["control-plane-api-keys"]),
+            switch(&["control-plane-audit-enabled"]),
+            off_switch(&["disable-audit-logging"]),
+            one(&["jwt-issuer"]),
+            one(&["jwt-audience"]),
+            one(&["jwt-jwks-uri"]),
+            one(&["jwt-role-claim"]),
+            many(&["jwt-role-mapping"]),
+        ],
+    },
+    Group {
+        feature: "the gateway mesh (gateways share one control plane instead)",
+        flags: &[
+            switch(&["enable-mesh"]),
+            one(&["mesh-server-name"]),
+            one(&["mesh-host"]),
+            one(&["mesh-advertise-host"]),
+            one(&["mesh-port"]),
+            many(&["mesh-peer-urls"]),
+            one(&["mesh-tls-ca-cert"]),
+            one(&["mesh-tls-cert"]),
+            one(&["mesh-tls-key"]),
+        ],
+    },
+    Group { feature: "WebRTC", flags: &[one(&["webrtc-bind-addr"]), one(&["webrtc-stun-server"])] },
+];
+
+/// Environment variables that switch authentication on in the documented gateway. Ignoring one would leave an
+/// administration API open that its operator believes closed.
+const ENVIRONMENT: [&str; 4] = ["CONTROL_PLANE_API_KEYS", "JWT_ISSUER", "JWT_AUDIENCE", "JWT_JWKS_URI"];
+
+/// Declares every absent flag on `command`: parsed, hidden among the options, named at the end of the help.
+pub(super) fn declare(command: Command) -> Command {
+    let named = GROUPS.iter().map(|group| {
+        let flags: Vec<String> = group.flags.iter().map(|flag| format!("--{}", flag.names[0])).collect();
+        format!("  {}:\n    {}", group.feature, flags.join(" "))
+    });
+    let named: Vec<String> = named.collect();
+    let help = format!(
+        "Understood, but not available in this version; each refuses the start unless it switches its feature off:\n{}",
+        named.join("\n")
+    );
+    let flags = GROUPS.iter().flat_map(|group| group.flags);
+    command.args(flags.map(argument)).after_long_help(help).after_help(
+        "Further flags are understood whose features are not available in this version; --help lists them.",
+    )
+}
+
+fn argument(flag: &Flag) -> Arg {
+    let (name, aliases) = (flag.names[0], &flag.names[1..]);
+    let argument = Arg::new(name).long(name).aliases(aliases).hide(true);
+    match flag.shape {
+        Shape::Switch | Shape::OffSwitch => argument.action(ArgAction::SetTrue),
+        Shape::One => argument.num_args(1).allow_negative_numbers(true).action(ArgAction::Append),
+        Shape::MaybeOne => argument.num_args(0..=1).require_equals(true).action(ArgAction::Append),
+        Shape::Many => argument.num_args(0..).action(ArgAction::Append),
+    }
+}
+
+/// Refuses the first absent flag that was given with a value other than "off".
+pub(super) fn refuse_given(matches: &ArgMatches) -> Result<(), CliError> {
+    for group in GROUPS {
+        for flag in group.flags {
+            if switches_on(flag, matches) {
+                return Err(CliError::refused(&format!("--{}", flag.names[0]), reason(group, flag)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses environment variables that would switch on a feature this version does not have.
+pub(super) fn refuse_environment(is_set: impl Fn(&str) -> bool) -> Result<(), CliError> {
+    match ENVIRONMENT.into_iter().find(|name| is_set(name)) {
+        Some(name) => Err(CliError::refused(name, "authentication is not available in this version; unset it")),
+        None => Ok(()),
+    }
+}
+
+fn switches_on(flag: &Flag, matches: &ArgMatches) -> bool {
+    let name = flag.names[0];
+    match flag.shape {
+        Shape::OffSwitch => false,
+        Shape::Switch => matches.get_flag(name),
+        Shape::One => values(matches, name).any(|value| !is_off(flag, value)),
+        Shape::Many => values(matches, name).next().is_some(),
+        // Given without a value it means `true`.
+        Shape::MaybeOne => {
+            let mut occurrences = matches.get_occurrences::<String>(name).into_iter().flatten();
+            occurrences.any(|mut words| words.next().is_none_or(|value| !is_off(flag, value)))
+        }
+    }
+}
+
+fn values<'a>(matches: &'a ArgMatches, name: &str) -> impl Iterator<Item = &'a str> {
+    matches.get_many::<String>(name).into_iter().flatten().map(String::as_str)
+}
+
+/// Compares numbers by value, so that `0.0` is as good as `0`.
+fn is_off(flag: &Flag, value: &str) -> bool {
+    flag.off.iter().any(|off| {
+        let numbers = off.parse::<f64>().ok().zip(value.parse::<f64>().ok());
+        numbers.map_or(*off == value, |(off, value)| off == value)
+    })
+}
+
+fn reason(group: &Group, flag: &Flag) -> String {
+    let missing = format!("{} is not available in this version", group.feature);
+    if flag.off.is_empty() {
+        missing
+    } else {
+        format!("{missing}; the flag is accepted only with the value {}", flag.off.join(" or "))
+    }
+}
+
+#[cfg(test)]
+pub(super) fn flag_names() -> impl Iterator<Item = &'static str> {
+    GROUPS.iter().flat_map(|group| group.flags).flat_map(|flag| flag.names).copied()
+}

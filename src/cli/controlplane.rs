@@ -1,0 +1,103 @@
+//! `smg controlplane`: one member of the replicated control plane.
+
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use super::error::CliError;
+use super::process::{ProcessArgs, check_ports_differ};
+
+/// What keeps the fleet state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "lower")]
+enum StoreName {
+    /// The members themselves.
+    Raft,
+    /// An etcd cluster. Absent.
+    Etcd,
+}
+
+const fn any_address(port: u16) -> SocketAddr {
+    SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, port))
+}
+
+/// The flags of `smg controlplane` as written.
+#[derive(Debug, Clone, Args)]
+pub(super) struct ControlPlaneFlags {
+    /// Directory of the durable fleet state
+    #[arg(long, value_name = "DIR")]
+    data_dir: PathBuf,
+    /// Address of the admin API and of the gateways' sync service; port 0 takes a free one
+    #[arg(long, value_name = "IP:PORT", default_value_t = any_address(7400))]
+    listen: SocketAddr,
+    /// Address for the other members; port 0 takes a free one
+    #[arg(long, value_name = "IP:PORT", default_value_t = any_address(7401))]
+    peer_listen: SocketAddr,
+    /// Found a new fleet if the directory is empty
+    #[arg(long, conflicts_with = "join")]
+    bootstrap: bool,
+    /// Join the fleet of these members; not available in this version
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST:PORT,…")]
+    join: Vec<String>,
+    /// What keeps the fleet state; etcd is not available in this version
+    #[arg(long, value_enum, default_value = "raft")]
+    store: StoreName,
+    /// Members of the etcd cluster; not available in this version
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL,…")]
+    etcd_endpoints: Vec<String>,
+    /// Speak without TLS and tokens
+    #[arg(long)]
+    insecure: bool,
+    #[command(flatten)]
+    process: ProcessArgs,
+}
+
+/// A checked `smg controlplane`.
+#[derive(Debug, Clone)]
+pub struct ControlPlaneArgs {
+    /// Metrics, logs, threads, shutdown.
+    pub process: ProcessArgs,
+    /// Directory of the durable fleet state.
+    pub data_dir: PathBuf,
+    /// Address of the admin API and of the sync service.
+    pub listen: SocketAddr,
+    /// Address for the other members.
+    pub peer_listen: SocketAddr,
+    /// True when a new fleet may be founded in an empty directory.
+    pub bootstrap: bool,
+    /// What the operator should know; to be logged once logging runs.
+    pub warnings: Vec<String>,
+}
+
+impl ControlPlaneFlags {
+    /// Checks the flags against each other.
+    pub(super) fn resolve(self) -> Result<ControlPlaneArgs, CliError> {
+        self.process.check()?;
+        if self.store == StoreName::Etcd || !self.etcd_endpoints.is_empty() {
+            let reason = "etcd is not available in this version; the members keep the state themselves (--store raft)";
+            return Err(CliError::refused("--store etcd", reason));
+        }
+        if !self.join.is_empty() {
+            let reason = "fleets of more than one member are not available in this version; start one with --bootstrap";
+            return Err(CliError::refused("--join", reason));
+        }
+        if !self.insecure {
+            let reason = "this version has no TLS and no tokens; add --insecure on a trusted network";
+            return Err(CliError::refused("smg controlplane", reason));
+        }
+        check_ports_differ(&[
+            ("--listen", self.listen.port()),
+            ("--peer-listen", self.peer_listen.port()),
+            ("--prometheus-port", self.process.prometheus_port),
+        ])?;
+        Ok(ControlPlaneArgs {
+            process: self.process,
+            data_dir: self.data_dir,
+            listen: self.listen,
+            peer_listen: self.peer_listen,
+            bootstrap: self.bootstrap,
+            warnings: vec!["--insecure: the control plane is served without TLS and tokens".to_owned()],
+        })
+    }
+}

@@ -1,0 +1,83 @@
+//! `smg gateway`: one data-plane gateway that follows a control plane.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::error::CliError;
+use super::launch::TokenWireFlags;
+use super::limits::EdgeArgs;
+use super::process::{ProcessArgs, check_ports_differ};
+use super::values;
+
+/// The flags of `smg gateway` as written.
+#[derive(Debug, Clone, Args)]
+pub(super) struct GatewayFlags {
+    #[command(flatten)]
+    fleet: FollowerFlags,
+    #[command(flatten)]
+    edge: EdgeArgs,
+    #[command(flatten)]
+    process: ProcessArgs,
+    #[command(flatten)]
+    token_wire: TokenWireFlags,
+}
+
+/// Which fleet this gateway belongs to.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Fleet")]
+struct FollowerFlags {
+    /// Members of the control plane; port 7400 where none is given
+    #[arg(long, required = true, value_delimiter = ',', num_args = 1.., value_name = "HOST:PORT,…",
+          value_parser = values::control_plane_address)]
+    controlplane: Vec<String>,
+    /// Directory of the last known good snapshot; with it the gateway starts while the control plane is away
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// Name of this gateway in the fleet [default: random]
+    #[arg(long, value_name = "NAME")]
+    gateway_id: Option<String>,
+    /// Speak to the control plane without TLS and tokens
+    #[arg(long)]
+    insecure: bool,
+}
+
+/// A checked `smg gateway`.
+#[derive(Debug, Clone)]
+pub struct GatewayArgs {
+    /// Metrics, logs, threads, shutdown.
+    pub process: ProcessArgs,
+    /// The client edge.
+    pub edge: EdgeArgs,
+    /// Members of the control plane, each `HOST:PORT`; at least one.
+    pub controlplane: Vec<String>,
+    /// Directory of the last known good snapshot.
+    pub data_dir: Option<PathBuf>,
+    /// Name of this gateway in the fleet, when it was given.
+    pub gateway_id: Option<String>,
+    /// What the operator should know; to be logged once logging runs.
+    pub warnings: Vec<String>,
+}
+
+impl GatewayFlags {
+    /// Checks the flags against each other.
+    pub(super) fn resolve(self) -> Result<GatewayArgs, CliError> {
+        self.process.check()?;
+        check_ports_differ(&[("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)])?;
+        if !self.fleet.insecure {
+            let reason = "this version has no TLS and no tokens towards the control plane; \
+                          add --insecure on a trusted network";
+            return Err(CliError::refused("smg gateway", reason));
+        }
+        let mut warnings: Vec<String> = self.token_wire.warnings().collect();
+        warnings.push("--insecure: the control plane is reached without TLS and tokens".to_owned());
+        Ok(GatewayArgs {
+            process: self.process,
+            edge: self.edge,
+            controlplane: self.fleet.controlplane,
+            data_dir: self.fleet.data_dir,
+            gateway_id: self.fleet.gateway_id,
+            warnings,
+        })
+    }
+}

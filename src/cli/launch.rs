@@ -1,0 +1,149 @@
+//! `smg launch`: control plane and gateway in one process.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::error::CliError;
+use super::health::HealthFlags;
+use super::limits::EdgeArgs;
+use super::policy::PolicyFlags;
+use super::process::{ProcessArgs, check_ports_differ};
+use super::resilience::ResilienceFlags;
+use super::worker::{StartupWorker, WorkerFlags};
+
+/// The flags of `smg launch` as written.
+#[derive(Debug, Clone, Args)]
+pub(super) struct LaunchFlags {
+    #[command(flatten)]
+    workers: WorkerFlags,
+    #[command(flatten)]
+    policy: PolicyFlags,
+    #[command(flatten)]
+    resilience: ResilienceFlags,
+    #[command(flatten)]
+    health: HealthFlags,
+    #[command(flatten)]
+    edge: EdgeArgs,
+    #[command(flatten)]
+    process: ProcessArgs,
+    #[command(flatten)]
+    fleet: FleetFlags,
+    #[command(flatten)]
+    token_wire: TokenWireFlags,
+}
+
+/// What `smg launch` keeps, and who may reach it.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Fleet state")]
+struct FleetFlags {
+    /// Directory of the durable fleet state [default: a temporary one that dies with the process]
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// Serve other gateways on this address too; needs --insecure
+    #[arg(long, value_name = "IP:PORT")]
+    controlplane_listen: Option<SocketAddr>,
+    /// Name of this gateway in the fleet [default: random]
+    #[arg(long, value_name = "NAME")]
+    gateway_id: Option<String>,
+    /// Speak without TLS and tokens between the parts of the fleet
+    #[arg(long)]
+    insecure: bool,
+}
+
+/// Flags that only workers with a gRPC wire read. They are accepted so that a shared start command keeps working.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "gRPC workers (accepted, not used by HTTP workers)")]
+pub(super) struct TokenWireFlags {
+    /// Model whose tokenizer is used
+    #[arg(long, alias = "model", value_name = "MODEL")]
+    model_path: Option<String>,
+    /// Tokenizer to use instead
+    #[arg(long, value_name = "PATH")]
+    tokenizer_path: Option<String>,
+    /// Time a request waits for a decode slot, in seconds [default: 30]
+    #[arg(long, value_name = "SECONDS")]
+    pd_admission_wait_secs: Option<u64>,
+}
+
+impl TokenWireFlags {
+    /// One warning for each flag that was given.
+    pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
+        let given = [
+            ("--model-path", self.model_path.is_some()),
+            ("--tokenizer-path", self.tokenizer_path.is_some()),
+            ("--pd-admission-wait-secs", self.pd_admission_wait_secs.is_some()),
+        ];
+        let given = given.into_iter().filter_map(|(flag, given)| given.then_some(flag));
+        given.map(|flag| format!("{flag} has no effect: only gRPC workers use it, and this version serves HTTP workers"))
+    }
+}
+
+/// A checked `smg launch`.
+#[derive(Debug, Clone)]
+pub struct LaunchArgs {
+    /// Metrics, logs, threads, shutdown.
+    pub process: ProcessArgs,
+    /// The client edge of the gateway.
+    pub edge: EdgeArgs,
+    /// True when prefill and decode workers were asked for.
+    pub pd_disaggregation: bool,
+    /// Workers named on the command line.
+    pub startup_workers: Vec<StartupWorker>,
+    /// Directory of the durable fleet state; none = state dies with the process.
+    pub data_dir: Option<PathBuf>,
+    /// Where other gateways are served, if at all.
+    pub controlplane_listen: Option<SocketAddr>,
+    /// Name of this gateway in the fleet, when it was given.
+    pub gateway_id: Option<String>,
+    /// What the operator should know; to be logged once logging runs.
+    pub warnings: Vec<String>,
+}
+
+impl LaunchFlags {
+    /// Checks the flags against each other.
+    pub(super) fn resolve(self) -> Result<LaunchArgs, CliError> {
+        self.process.check()?;
+        self.workers.check()?;
+        self.policy.check(self.workers.legs())?;
+        let mut listeners = vec![("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)];
+        listeners.extend(self.fleet.controlplane_listen.map(|address| ("--controlplane-listen", address.port())));
+        check_ports_differ(&listeners)?;
+        if self.fleet.controlplane_listen.is_some() && !self.fleet.insecure {
+            let reason = "this version has no TLS and no tokens between the parts of the fleet; \
+                          add --insecure on a trusted network";
+            return Err(CliError::refused("--controlplane-listen", reason));
+        }
+        let warnings = self.warnings();
+        Ok(LaunchArgs {
+            pd_disaggregation: self.workers.pd_disaggregation,
+            startup_workers: self.workers.workers()?,
+            process: self.process,
+            edge: self.edge,
+            data_dir: self.fleet.data_dir,
+            controlplane_listen: self.fleet.controlplane_listen,
+            gateway_id: self.fleet.gateway_id,
+            warnings,
+        })
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let mut warnings: Vec<String> = self.token_wire.warnings().collect();
+        if !self.workers.pd_disaggregation {
+            let unused = self.workers.leg_flags().into_iter();
+            warnings.extend(unused.map(|flag| format!("{flag} has no effect without --pd-disaggregation")));
+            let early = self.policy.leg_flags().into_iter();
+            warnings.extend(early.map(|flag| {
+                format!("{flag} without --pd-disaggregation counts only for prefill and decode workers added later")
+            }));
+        }
+        if self.resilience.cb_window_duration_secs.is_some() {
+            warnings.push("--cb-window-duration-secs has no effect: failures are counted in a row".to_owned());
+        }
+        if self.fleet.insecure {
+            warnings.push("--insecure: the parts of the fleet speak without TLS and tokens".to_owned());
+        }
+        warnings
+    }
+}

@@ -1,0 +1,137 @@
+//! The command line.
+//!
+//! Problem: operators move an existing deployment over by changing nothing but the binary. Every flag they may already
+//! use must therefore be understood from the first day, and one whose feature is missing must stop the start instead
+//! of being silently ignored.
+//!
+//! Invariants:
+//! - Parsing is pure: no file, socket, clock or global is touched. The caller prints and exits.
+//! - `smg --flag …` means `smg launch --flag …`, and so does `smg start`.
+//! - A flag of the documented gateway is either a field of one of the groups below or a row of [`absent`]; a row
+//!   refuses the start unless the flag is set to its "off" value.
+//! - Fleet-wide flags are optional everywhere: only what the operator wrote reaches the startup policy document, so that
+//!   an absent flag never overrides what was set through the API.
+
+mod absent;
+mod controlplane;
+mod error;
+mod gateway;
+mod health;
+mod launch;
+mod limits;
+mod policy;
+mod process;
+mod resilience;
+#[cfg(test)]
+mod tests;
+mod values;
+mod worker;
+
+use std::ffi::OsString;
+
+use clap::{Args as _, FromArgMatches as _};
+
+pub use controlplane::ControlPlaneArgs;
+pub use error::{CliError, EXIT_USAGE};
+pub use gateway::GatewayArgs;
+pub use launch::LaunchArgs;
+
+/// What the process was asked to do.
+#[derive(Debug)]
+pub enum Invocation {
+    /// Control plane and gateway in one process.
+    Launch(Box<LaunchArgs>),
+    /// One member of the replicated control plane.
+    ControlPlane(Box<ControlPlaneArgs>),
+    /// One data-plane gateway.
+    Gateway(Box<GatewayArgs>),
+    /// Print this text on standard output and exit with success: help or a version.
+    Print(String),
+}
+
+/// Reads the arguments of the process, the program's name first.
+///
+/// `environment` tells whether an environment variable is set; it is asked only for variables that switch on a feature
+/// this version does not have.
+pub fn parse<I, T>(arguments: I, environment: impl Fn(&str) -> bool) -> Result<Invocation, CliError>
+where
+    I: IntoIterator<Item = T>,
+    T: Into<OsString>,
+{
+    let mut arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
+    if launches_without_saying_so(arguments.get(1)) {
+        let at = arguments.len().min(1);
+        arguments.insert(at, OsString::from("launch"));
+    }
+    let matches = match command().try_get_matches_from(arguments) {
+        Ok(matches) => matches,
+        Err(shown) if !shown.use_stderr() => return Ok(Invocation::Print(shown.to_string())),
+        Err(mistake) => return Err(mistake.into()),
+    };
+    if matches.get_flag("version_verbose") {
+        return Ok(Invocation::Print(verbose_version()));
+    }
+    match matches.subcommand() {
+        Some(("launch", given)) => {
+            absent::refuse_given(given)?;
+            absent::refuse_environment(environment)?;
+            let flags = launch::LaunchFlags::from_arg_matches(given)?;
+            Ok(Invocation::Launch(Box::new(flags.resolve()?)))
+        }
+        Some(("gateway", given)) => {
+            absent::refuse_given(given)?;
+            absent::refuse_environment(environment)?;
+            let flags = gateway::GatewayFlags::from_arg_matches(given)?;
+            Ok(Invocation::Gateway(Box::new(flags.resolve()?)))
+        }
+        Some(("controlplane", given)) => {
+            absent::refuse_environment(environment)?;
+            let flags = controlplane::ControlPlaneFlags::from_arg_matches(given)?;
+            Ok(Invocation::ControlPlane(Box::new(flags.resolve()?)))
+        }
+        _ => Ok(Invocation::Print(command().render_help().to_string())),
+    }
+}
+
+/// True when the first argument is not a subcommand and asks for neither help nor a version.
+fn launches_without_saying_so(first: Option<&OsString>) -> bool {
+    const OWN: [&str; 5] = ["-h", "--help", "-V", "--version", "--version-verbose"];
+    match first.map(|first| first.to_string_lossy()) {
+        None => true,
+        Some(first) => first.starts_with('-') && !OWN.contains(&first.as_ref()),
+    }
+}
+
+/// The whole command, with the rows of [`absent`] declared on the subcommands that serve requests.
+fn command() -> clap::Command {
+    let launch = clap::Command::new("launch")
+        .visible_alias("start")
+        .about("Run a control plane and a gateway in one process (the default)");
+    let gateway = clap::Command::new("gateway").about("Run one data-plane gateway");
+    let controlplane = clap::Command::new("controlplane").about("Run one member of the replicated control plane");
+    clap::Command::new("smg")
+        .about("Gateway fleet for prefill/decode disaggregated LLM serving")
+        .version(env!("CARGO_PKG_VERSION"))
+        .propagate_version(true)
+        .arg(
+            clap::Arg::new("version_verbose")
+                .long("version-verbose")
+                .global(true)
+                .action(clap::ArgAction::SetTrue)
+                .help("Print the version with build details"),
+        )
+        .subcommand(absent::declare(launch::LaunchFlags::augment_args(launch)))
+        .subcommand(controlplane::ControlPlaneFlags::augment_args(controlplane))
+        .subcommand(absent::declare(gateway::GatewayFlags::augment_args(gateway)))
+}
+
+fn verbose_version() -> String {
+    let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
+    format!(
+        "smg {}\nprofile: {profile}\ntarget: {}-{}\nminimum rustc: {}\n",
+        env!("CARGO_PKG_VERSION"),
+        std::env::consts::ARCH,
+        std::env::consts::OS,
+        env!("CARGO_PKG_RUST_VERSION"),
+    )
+}

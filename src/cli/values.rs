@@ -1,0 +1,58 @@
+//! Parsers of single flag values. Each returns the value or the rule it breaks, as clap wants it.
+
+/// A finite number of at least one, such as a backoff multiplier.
+pub(super) fn at_least_one(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 1.0 => Ok(value),
+        _ => Err("must be a finite number of at least 1".to_owned()),
+    }
+}
+
+/// A share from zero to one, such as a jitter factor.
+pub(super) fn share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if (0.0..=1.0).contains(&value) => Ok(value),
+        _ => Err("must be a number from 0 to 1".to_owned()),
+    }
+}
+
+/// A finite number above zero, such as a histogram bound.
+pub(super) fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
+        _ => Err("must be a finite number above 0".to_owned()),
+    }
+}
+
+/// The path part of a URL.
+pub(super) fn url_path(text: &str) -> Result<String, String> {
+    if text.starts_with('/') && !text.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        Ok(text.to_owned())
+    } else {
+        Err("must be a path that starts with `/`".to_owned())
+    }
+}
+
+/// An HTTP header name, in lower case.
+pub(super) fn header_name(text: &str) -> Result<String, String> {
+    let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
+    if !text.is_empty() && text.bytes().all(is_token) {
+        Ok(text.to_ascii_lowercase())
+    } else {
+        Err("is not a valid HTTP header name".to_owned())
+    }
+}
+
+/// `HOST:PORT` or a bare host; the port of the control plane's API is added where none is given.
+pub(super) fn control_plane_address(text: &str) -> Result<String, String> {
+    const DEFAULT_PORT: u16 = 7400;
+    let rule = || "must be HOST:PORT, a host name, or [IPV6]:PORT".to_owned();
+    // The colon that ends the host: none in a bare name, and never one inside the brackets of an IPv6 address.
+    let (host, port) = match text.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => (host, port.parse::<u16>().map_err(|_| rule())?),
+        _ => (text, DEFAULT_PORT),
+    };
+    let bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
+    let plain = !host.is_empty() && !host.contains(|c: char| matches!(c, ':' | '/' | '[' | ']') || c.is_whitespace());
+    if port != 0 && (bracketed || plain) { Ok(format!("{host}:{port}")) } else { Err(rule()) }
+}

@@ -1,1 +1,32 @@
-//! The fleet's domain model: workers, pairing, policies, snapshots.
+//! The fleet's domain model, shared by both planes.
+//!
+//! Everything here is pure: no clock, no randomness, no I/O. The control plane decides with these types and gateways route with them,
+//! so both must reach the same verdict on the same bytes.
+//!
+//! * [`worker`]: what an operator registers, what the engine reported, what the fleet intends with it;
+//! * [`url`]: worker addresses, normalised so that one engine is one worker;
+//! * [`pairing`]: which prefill can hand its KV cache to which decode;
+//! * [`policy`]: policy documents and the settings that result from them;
+//! * [`snapshot`]: what gateways receive, and the deltas between two of them;
+//! * [`info`]: the REST shape of a worker;
+//! * [`wire`]: conversions to and from the prost messages of disk and wire.
+
+pub mod info;
+pub mod pairing;
+pub mod policy;
+pub mod snapshot;
+pub mod url;
+pub mod validate;
+pub mod wire;
+pub mod worker;
+
+pub use policy::{PolicyDocument, PolicyRecord, Settings};
+pub use snapshot::{Delta, Snapshot};
+pub use url::WorkerUrl;
+pub use worker::{
+    Facts, Health, Intent, Job, JobKind, JobStatus, ModelCard, Origin, Runtime, Wire, Worker, WorkerId, WorkerSpec,
+    WorkerType,
+};
+
+/// Counts state-changing commands. Strictly increasing within one history.
+pub type Revision = u64;

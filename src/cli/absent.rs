@@ -107,6 +107,10 @@ const GROUPS: &[Group] = &[
             one_or_off(&["least-load-max-waiting-requests"], &["0"]),
         ],
     },
+    Group {
+        feature: "comparing anything but requests in flight in power_of_two",
+        flags: &[one_or_off(&["power-of-two-load-metric"], &["requests"])],
+    },
     Group { feature: "the bucket policy", flags: &[one(&["bucket-adjust-interval-secs"])] },
     Group {
         feature: "routing by a sticky key",
@@ -341,9 +345,10 @@ pub(super) fn declare(command: Command) -> Command {
         named.join("\n")
     );
     let flags = GROUPS.iter().flat_map(|group| group.flags);
-    command.args(flags.map(argument)).after_long_help(help).after_help(
-        "Further flags are understood whose features are not available in this version; --help lists them.",
-    )
+    command
+        .args(flags.map(argument))
+        .after_long_help(help)
+        .after_help("Further flags are understood whose features are not available in this version; --help lists them.")
 }
 
 fn argument(flag: &Flag) -> Arg {

@@ -1,6 +1,8 @@
 //! Fleet-wide health, draining and worker start-up flags. All optional: see the invariants of the parent module.
 
 use clap::Args;
+use smg_fleet::PolicyDocument;
+use smg_fleet::policy::{HealthPolicy, RegistrationPolicy};
 
 use super::values;
 
@@ -38,4 +40,26 @@ pub struct HealthFlags {
     /// Time between the checks of a starting worker, in seconds [default: 30]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub worker_startup_check_interval: Option<u64>,
+}
+
+impl HealthFlags {
+    /// Writes what was given into the start-up policy document.
+    pub(super) fn write_to(&self, document: &mut PolicyDocument) {
+        let health = HealthPolicy {
+            endpoint: self.health_check_endpoint.clone(),
+            timeout_secs: self.health_check_timeout_secs,
+            check_interval_secs: self.health_check_interval_secs,
+            success_threshold: self.health_success_threshold,
+            failure_threshold: self.health_failure_threshold,
+            disabled: self.disable_health_check.then_some(true),
+            drain_settle_secs: self.drain_settle_secs,
+        };
+        let registration = RegistrationPolicy {
+            timeout_secs: self.worker_startup_timeout_secs,
+            check_interval_secs: self.worker_startup_check_interval,
+            delay_secs: self.worker_startup_delay,
+        };
+        document.health = (health != HealthPolicy::default()).then_some(health);
+        document.registration = (registration != RegistrationPolicy::default()).then_some(registration);
+    }
 }

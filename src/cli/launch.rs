@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Args;
+use smg_fleet::{PolicyDocument, WorkerSpec};
 
 use super::error::CliError;
 use super::health::HealthFlags;
@@ -11,7 +12,7 @@ use super::limits::EdgeArgs;
 use super::policy::PolicyFlags;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::resilience::ResilienceFlags;
-use super::worker::{StartupWorker, WorkerFlags};
+use super::worker::WorkerFlags;
 
 /// The flags of `smg launch` as written.
 #[derive(Debug, Clone, Args)]
@@ -76,7 +77,8 @@ impl TokenWireFlags {
             ("--pd-admission-wait-secs", self.pd_admission_wait_secs.is_some()),
         ];
         let given = given.into_iter().filter_map(|(flag, given)| given.then_some(flag));
-        given.map(|flag| format!("{flag} has no effect: only gRPC workers use it, and this version serves HTTP workers"))
+        given
+            .map(|flag| format!("{flag} has no effect: only gRPC workers use it, and this version serves HTTP workers"))
     }
 }
 
@@ -89,8 +91,10 @@ pub struct LaunchArgs {
     pub edge: EdgeArgs,
     /// True when prefill and decode workers were asked for.
     pub pd_disaggregation: bool,
-    /// Workers named on the command line.
-    pub startup_workers: Vec<StartupWorker>,
+    /// Workers named on the command line, in the order regular, prefill, decode; their URLs are distinct.
+    pub startup_workers: Vec<WorkerSpec>,
+    /// What the fleet-wide flags ask for; fields of flags that were not given are absent.
+    pub startup_policy: PolicyDocument,
     /// Directory of the durable fleet state; none = state dies with the process.
     pub data_dir: Option<PathBuf>,
     /// Where other gateways are served, if at all.
@@ -105,7 +109,7 @@ impl LaunchFlags {
     /// Checks the flags against each other.
     pub(super) fn resolve(self) -> Result<LaunchArgs, CliError> {
         self.process.check()?;
-        self.workers.check()?;
+        let startup_workers = self.workers.specs()?;
         self.policy.check(self.workers.legs())?;
         let mut listeners = vec![("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)];
         listeners.extend(self.fleet.controlplane_listen.map(|address| ("--controlplane-listen", address.port())));
@@ -115,10 +119,15 @@ impl LaunchFlags {
                           add --insecure on a trusted network";
             return Err(CliError::refused("--controlplane-listen", reason));
         }
+        let mut startup_policy = PolicyDocument::default();
+        self.policy.write_to(&mut startup_policy);
+        self.resilience.write_to(&mut startup_policy);
+        self.health.write_to(&mut startup_policy);
         let warnings = self.warnings();
         Ok(LaunchArgs {
             pd_disaggregation: self.workers.pd_disaggregation,
-            startup_workers: self.workers.workers()?,
+            startup_workers,
+            startup_policy,
             process: self.process,
             edge: self.edge,
             data_dir: self.fleet.data_dir,
@@ -137,9 +146,6 @@ impl LaunchFlags {
             warnings.extend(early.map(|flag| {
                 format!("{flag} without --pd-disaggregation counts only for prefill and decode workers added later")
             }));
-        }
-        if self.resilience.cb_window_duration_secs.is_some() {
-            warnings.push("--cb-window-duration-secs has no effect: failures are counted in a row".to_owned());
         }
         if self.fleet.insecure {
             warnings.push("--insecure: the parts of the fleet speak without TLS and tokens".to_owned());

@@ -104,11 +104,14 @@ fn launches_without_saying_so(first: Option<&OsString>) -> bool {
 
 /// The whole command, with the rows of [`absent`] declared on the subcommands that serve requests.
 fn command() -> clap::Command {
-    let launch = clap::Command::new("launch")
+    // The descriptions come last: flattening a group would replace them with the group's own.
+    let launch = absent::declare(launch::LaunchFlags::augment_args(clap::Command::new("launch")))
         .visible_alias("start")
         .about("Run a control plane and a gateway in one process (the default)");
-    let gateway = clap::Command::new("gateway").about("Run one data-plane gateway");
-    let controlplane = clap::Command::new("controlplane").about("Run one member of the replicated control plane");
+    let controlplane = controlplane::ControlPlaneFlags::augment_args(clap::Command::new("controlplane"))
+        .about("Run one member of the replicated control plane");
+    let gateway = absent::declare(gateway::GatewayFlags::augment_args(clap::Command::new("gateway")))
+        .about("Run one data-plane gateway");
     clap::Command::new("smg")
         .about("Gateway fleet for prefill/decode disaggregated LLM serving")
         .version(env!("CARGO_PKG_VERSION"))
@@ -120,9 +123,9 @@ fn command() -> clap::Command {
                 .action(clap::ArgAction::SetTrue)
                 .help("Print the version with build details"),
         )
-        .subcommand(absent::declare(launch::LaunchFlags::augment_args(launch)))
-        .subcommand(controlplane::ControlPlaneFlags::augment_args(controlplane))
-        .subcommand(absent::declare(gateway::GatewayFlags::augment_args(gateway)))
+        .subcommand(launch)
+        .subcommand(controlplane)
+        .subcommand(gateway)
 }
 
 fn verbose_version() -> String {

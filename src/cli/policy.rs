@@ -4,129 +4,54 @@
 //! usage error). `bucket` is a third case: it cuts prompts by length and never fits a decode leg, so it is refused
 //! there whether it is named for the leg or inherited from `--policy` (SMG docs, Per-Phase Policies).
 
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use smg_fleet::PolicyDocument;
+use smg_fleet::pairing::PairingMode;
+use smg_fleet::policy::PolicyName;
 
 use super::error::CliError;
 
-/// Every policy of the documented gateway.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub enum PolicyName {
-    /// Uniform over the available workers.
-    Random,
-    /// In turn.
-    RoundRobin,
-    /// The less loaded of two drawn workers.
-    PowerOfTwo,
-    /// Prompt-prefix affinity. Absent.
-    CacheAware,
-    /// Shortest expected wait. Absent.
-    LeastLoad,
-    /// Affinity by a hash of the prompt's head. Absent.
-    PrefixHash,
-    /// Affinity by a hash of a key. Absent.
-    ConsistentHashing,
-    /// Sticky keys. Absent.
-    Manual,
-    /// Prompt-length ranges, prefill only. Absent.
-    Bucket,
-    /// No choice at all, regular workers only. Absent.
-    Passthrough,
+fn policy_name() -> impl TypedValueParser<Value = PolicyName> {
+    let names = PossibleValuesParser::new(PolicyName::ALL.iter().map(|name| name.as_str()));
+    names.try_map(|name| PolicyName::from_name(&name).ok_or("unknown policy"))
 }
 
-impl PolicyName {
-    /// The name in flags, documents and labels.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::RoundRobin => "round_robin",
-            Self::PowerOfTwo => "power_of_two",
-            Self::CacheAware => "cache_aware",
-            Self::LeastLoad => "least_load",
-            Self::PrefixHash => "prefix_hash",
-            Self::ConsistentHashing => "consistent_hashing",
-            Self::Manual => "manual",
-            Self::Bucket => "bucket",
-            Self::Passthrough => "passthrough",
-        }
-    }
-
-    fn is_available(self) -> bool {
-        matches!(self, Self::Random | Self::RoundRobin | Self::PowerOfTwo)
-    }
-}
-
-/// Which prefill and decode workers may be paired (SMG docs, Pairing Modes).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub enum PairingModeName {
-    /// Any with any.
-    Off,
-    /// No fact that both report may differ.
-    Lenient,
-    /// As lenient, and unknown facts and different versions refuse too.
-    Strict,
-}
-
-impl PairingModeName {
-    /// The name in flags and documents.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Lenient => "lenient",
-            Self::Strict => "strict",
-        }
-    }
-}
-
-/// What `power_of_two` compares.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub enum LoadMetricName {
-    /// Expected wait of the drawn two.
-    ExpectedWait,
-    /// Requests in flight of the drawn two.
-    Requests,
-    /// Requests in flight of all workers.
-    LeastRequests,
-}
-
-impl LoadMetricName {
-    /// The name in flags and documents.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::ExpectedWait => "expected_wait",
-            Self::Requests => "requests",
-            Self::LeastRequests => "least_requests",
-        }
-    }
+fn pairing_mode() -> impl TypedValueParser<Value = PairingMode> {
+    let names = PossibleValuesParser::new(PairingMode::ALL.iter().map(|name| name.as_str()));
+    names.try_map(|name| PairingMode::from_name(&name).ok_or("unknown pairing mode"))
 }
 
 /// Policies and pairing.
 #[derive(Debug, Clone, Default, PartialEq, Args)]
 #[command(next_help_heading = "Routing")]
 pub struct PolicyFlags {
-    /// Policy of every leg that has none of its own [default: round_robin]
-    #[arg(long, value_enum, hide_possible_values = true, value_name = "round_robin|random|power_of_two")]
+    /// Policy of every leg that has none of its own: round_robin, random or power_of_two [default: round_robin]
+    #[arg(long, value_parser = policy_name(), hide_possible_values = true, value_name = "POLICY")]
     pub policy: Option<PolicyName>,
     /// Policy of the prefill leg [default: --policy]
-    #[arg(long, value_enum, hide_possible_values = true, value_name = "POLICY")]
+    #[arg(long, value_parser = policy_name(), hide_possible_values = true, value_name = "POLICY")]
     pub prefill_policy: Option<PolicyName>,
     /// Policy of the decode leg [default: --policy]
-    #[arg(long, value_enum, hide_possible_values = true, value_name = "POLICY")]
+    #[arg(long, value_parser = policy_name(), hide_possible_values = true, value_name = "POLICY")]
     pub decode_policy: Option<PolicyName>,
-    /// What power_of_two compares [default: expected_wait]
-    #[arg(long, value_enum, value_name = "METRIC")]
-    pub power_of_two_load_metric: Option<LoadMetricName>,
     /// Which prefill and decode workers may be paired [default: lenient]
-    #[arg(long, value_enum, value_name = "MODE")]
-    pub pd_pairing_mode: Option<PairingModeName>,
+    #[arg(long, value_parser = pairing_mode(), value_name = "MODE")]
+    pub pd_pairing_mode: Option<PairingMode>,
     /// Accepted for compatibility: several models and both wires are always served
     #[arg(long)]
     pub enable_igw: bool,
 }
 
 impl PolicyFlags {
+    /// Writes what was given into the start-up policy document.
+    pub(super) fn write_to(&self, document: &mut PolicyDocument) {
+        document.policy = self.policy;
+        document.prefill_policy = self.prefill_policy;
+        document.decode_policy = self.decode_policy;
+        document.pairing_mode = self.pd_pairing_mode;
+    }
+
     /// The per-leg flags that were given, for messages.
     pub(super) fn leg_flags(&self) -> Vec<&'static str> {
         let given = [
@@ -137,8 +62,8 @@ impl PolicyFlags {
         given.into_iter().filter_map(|(flag, given)| given.then_some(flag)).collect()
     }
 
-    /// Refuses policies that cannot run. `prefills` and `decodes` count the start-up workers of a PD start, which an
-    /// explicit `power_of_two` needs two of.
+    /// Refuses policies that cannot run. `legs` counts the prefill and decode workers of a PD start: a leg's own
+    /// `power_of_two` needs two.
     pub(super) fn check(&self, legs: Option<(usize, usize)>) -> Result<(), CliError> {
         let decode_policy = [("--decode-policy", self.decode_policy), ("--policy", self.policy)];
         let decode_policy = decode_policy.into_iter().find_map(|(flag, name)| Some((flag, name?)));

@@ -1,6 +1,8 @@
 //! Fleet-wide retry and circuit-breaker flags. All optional: see the invariants of the parent module.
 
 use clap::Args;
+use smg_fleet::PolicyDocument;
+use smg_fleet::policy::{BreakerPolicy, RetryPolicy};
 
 use super::values;
 
@@ -35,10 +37,33 @@ pub struct ResilienceFlags {
     /// Time an open circuit stays open, in seconds [default: 60]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub cb_timeout_duration_secs: Option<u64>,
-    /// Accepted for compatibility: failures are counted in a row, not in a window [default: 120]
+    /// Failures further apart than this do not add up, in seconds [default: 120]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub cb_window_duration_secs: Option<u64>,
     /// Never open a circuit
     #[arg(long)]
     pub disable_circuit_breaker: bool,
+}
+
+impl ResilienceFlags {
+    /// Writes what was given into the start-up policy document.
+    pub(super) fn write_to(&self, document: &mut PolicyDocument) {
+        let retry = RetryPolicy {
+            max_retries: self.retry_max_retries,
+            initial_backoff_ms: self.retry_initial_backoff_ms,
+            max_backoff_ms: self.retry_max_backoff_ms,
+            backoff_multiplier: self.retry_backoff_multiplier,
+            jitter_factor: self.retry_jitter_factor,
+            disabled: self.disable_retries.then_some(true),
+        };
+        let breaker = BreakerPolicy {
+            failure_threshold: self.cb_failure_threshold,
+            success_threshold: self.cb_success_threshold,
+            timeout_secs: self.cb_timeout_duration_secs,
+            window_secs: self.cb_window_duration_secs,
+            disabled: self.disable_circuit_breaker.then_some(true),
+        };
+        document.retry = (retry != RetryPolicy::default()).then_some(retry);
+        document.circuit_breaker = (breaker != BreakerPolicy::default()).then_some(breaker);
+    }
 }

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::worker::{Leg, StartupWorker};
+use smg_fleet::pairing::PairingMode;
+use smg_fleet::policy::{BreakerPolicy, HealthPolicy, PolicyName, RegistrationPolicy, RetryPolicy};
+use smg_fleet::{PolicyDocument, Runtime, WorkerSpec, WorkerType};
+
 use super::*;
 
 /// The start commands of the documented gateway's PD page that run HTTP workers and available policies.
@@ -129,12 +132,12 @@ fn syntax_error(line: &str) -> String {
     }
 }
 
-fn prefill(url: &str, bootstrap_port: Option<u16>) -> StartupWorker {
-    StartupWorker { leg: Leg::Prefill, url: url.to_owned(), bootstrap_port }
+fn prefill(url: &str, bootstrap_port: Option<u16>) -> WorkerSpec {
+    WorkerSpec { bootstrap_port, ..WorkerSpec::new(url, WorkerType::Prefill) }
 }
 
-fn decode(url: &str) -> StartupWorker {
-    StartupWorker { leg: Leg::Decode, url: url.to_owned(), bootstrap_port: None }
+fn decode(url: &str) -> WorkerSpec {
+    WorkerSpec::new(url, WorkerType::Decode)
 }
 
 #[test]
@@ -226,14 +229,25 @@ fn launch_start_and_nothing_are_the_same_command() {
         assert_eq!(launch(line).edge.port, 1234, "{line}");
     }
     assert_eq!(launch("smg").edge.address(), "0.0.0.0:30000".parse().unwrap());
-    assert_eq!(launch("smg --host ::1").process.prometheus_address([0; 8].into()).port(), 29000);
+}
+
+#[test]
+fn metrics_listen_on_all_addresses_of_the_family_of_the_host() {
+    for (flags, expected) in [
+        ("", "0.0.0.0:29000"),
+        ("--host ::1", "[::]:29000"),
+        ("--host ::1 --prometheus-host 127.0.0.1 --prometheus-port 1", "127.0.0.1:1"),
+    ] {
+        let arguments = launch(&format!("smg {flags}"));
+        assert_eq!(arguments.process.prometheus_address(arguments.edge.host), expected.parse().unwrap(), "{flags}");
+    }
 }
 
 #[test]
 fn regular_workers_and_empty_lists_parse() {
     let workers = launch("smg --worker-urls http://a:1 http://b:1 --port 3").startup_workers;
     assert_eq!(workers.iter().map(|worker| worker.url.as_str()).collect::<Vec<_>>(), ["http://a:1", "http://b:1"]);
-    assert!(workers.iter().all(|worker| worker.leg == Leg::Regular));
+    assert!(workers.iter().all(|worker| worker.worker_type == WorkerType::Regular));
     assert!(launch("smg launch --worker-urls --port 3").startup_workers.is_empty());
     assert!(launch("smg launch --pd-disaggregation").startup_workers.is_empty());
     assert!(launch("smg launch --cors-allowed-origins --control-plane-api-keys").startup_workers.is_empty());
@@ -249,7 +263,7 @@ fn every_scheme_parses_because_the_registration_says_more() {
 
 #[test]
 fn one_url_in_two_roles_is_a_conflict() {
-    let (flag, reason) = refusal("smg --pd-disaggregation --prefill http://a:1 --decode http://a:1");
+    let (flag, reason) = refusal("smg --pd-disaggregation --prefill http://a:1 --decode http://A:1/");
     assert_eq!(flag, "--decode");
     assert!(reason.contains("http://a:1"));
 }
@@ -345,8 +359,9 @@ fn an_unknown_flag_is_a_usage_error_with_a_suggestion() {
 
 #[test]
 fn backends_without_an_http_pd_protocol_are_refused() {
-    launch("smg --backend vllm");
-    launch("smg --runtime sglang");
+    assert_eq!(launch("smg --backend vllm --worker-urls http://a:1").startup_workers[0].runtime, Runtime::Vllm);
+    assert_eq!(launch("smg --runtime sglang --worker-urls http://a:1").startup_workers[0].runtime, Runtime::Sglang);
+    assert_eq!(launch("smg --worker-urls http://a:1").startup_workers[0].runtime, Runtime::Unspecified);
     assert_eq!(refusal("smg --backend tokenspeed").0, "--backend");
     syntax_error("smg --backend llamacpp");
 }
@@ -378,6 +393,67 @@ fn numbers_outside_their_bounds_are_usage_errors() {
         syntax_error(&format!("smg {flags}"));
     }
     assert_eq!(refusal("smg --prometheus-duration-buckets 1 1").0, "--prometheus-duration-buckets");
+}
+
+#[test]
+fn flags_that_were_not_given_are_absent_from_the_startup_policy() {
+    assert_eq!(launch("smg").startup_policy, PolicyDocument::default());
+    assert_eq!(launch("smg --pd-disaggregation --port 1 --log-json").startup_policy, PolicyDocument::default());
+    let retry = RetryPolicy { jitter_factor: Some(0.0), ..RetryPolicy::default() };
+    let only_jitter = PolicyDocument { retry: Some(retry), ..PolicyDocument::default() };
+    assert_eq!(launch("smg --retry-jitter-factor 0").startup_policy, only_jitter);
+}
+
+#[test]
+fn every_fleet_wide_flag_reaches_the_startup_policy() {
+    let arguments = launch(
+        "smg --pd-disaggregation --policy random --prefill-policy round_robin --decode-policy power_of_two \
+         --decode http://a:1 --decode http://b:1 --pd-pairing-mode strict --retry-max-retries 2 \
+         --retry-initial-backoff-ms 3 --retry-max-backoff-ms 4 --retry-backoff-multiplier 2.5 \
+         --retry-jitter-factor 0.5 --disable-retries --cb-failure-threshold 6 --cb-success-threshold 7 \
+         --cb-timeout-duration-secs 8 --cb-window-duration-secs 9 --disable-circuit-breaker \
+         --health-check-endpoint /ping --health-check-timeout-secs 10 --health-check-interval-secs 11 \
+         --health-success-threshold 12 --health-failure-threshold 13 --disable-health-check --drain-settle-secs 0 \
+         --worker-startup-timeout-secs 14 --worker-startup-check-interval 15 --worker-startup-delay 16",
+    );
+    let expected = PolicyDocument {
+        policy: Some(PolicyName::Random),
+        prefill_policy: Some(PolicyName::RoundRobin),
+        decode_policy: Some(PolicyName::PowerOfTwo),
+        pairing_mode: Some(PairingMode::Strict),
+        client_handoff_fields: None,
+        retry: Some(RetryPolicy {
+            max_retries: Some(2),
+            initial_backoff_ms: Some(3),
+            max_backoff_ms: Some(4),
+            backoff_multiplier: Some(2.5),
+            jitter_factor: Some(0.5),
+            disabled: Some(true),
+        }),
+        circuit_breaker: Some(BreakerPolicy {
+            failure_threshold: Some(6),
+            success_threshold: Some(7),
+            timeout_secs: Some(8),
+            window_secs: Some(9),
+            disabled: Some(true),
+        }),
+        health: Some(HealthPolicy {
+            endpoint: Some("/ping".to_owned()),
+            timeout_secs: Some(10),
+            check_interval_secs: Some(11),
+            success_threshold: Some(12),
+            failure_threshold: Some(13),
+            disabled: Some(true),
+            drain_settle_secs: Some(0),
+        }),
+        registration: Some(RegistrationPolicy {
+            timeout_secs: Some(14),
+            check_interval_secs: Some(15),
+            delay_secs: Some(16),
+        }),
+    };
+    assert_eq!(arguments.startup_policy, expected);
+    assert_eq!(arguments.startup_policy.validate(""), Ok(()));
 }
 
 #[test]

@@ -4,63 +4,13 @@
 //! values" and the second is read here. Workers that are named here are registered as upserts with the source
 //! `startup`; ones that are no longer named at the next start are removed.
 
-use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
+use clap::{ArgMatches, Args, FromArgMatches};
+use smg_fleet::{Runtime, WorkerSpec, WorkerType, WorkerUrl};
 
 use super::error::CliError;
 
-/// Role of a start-up worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Leg {
-    /// Serves whole requests.
-    Regular,
-    /// Computes the prompt's KV cache.
-    Prefill,
-    /// Generates the output.
-    Decode,
-}
-
-/// Engine that start-up workers run when it should not be detected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "lower")]
-pub enum BackendName {
-    /// SGLang.
-    Sglang,
-    /// vLLM.
-    Vllm,
-    /// TokenSpeed: gRPC only. Absent.
-    Tokenspeed,
-    /// TensorRT-LLM: gRPC only. Absent.
-    Trtllm,
-    /// OpenAI as a provider. Absent.
-    Openai,
-    /// Anthropic as a provider. Absent.
-    Anthropic,
-}
-
-impl BackendName {
-    /// The name in flags and worker records.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Sglang => "sglang",
-            Self::Vllm => "vllm",
-            Self::Tokenspeed => "tokenspeed",
-            Self::Trtllm => "trtllm",
-            Self::Openai => "openai",
-            Self::Anthropic => "anthropic",
-        }
-    }
-}
-
-/// One worker named on the command line.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StartupWorker {
-    /// What it does.
-    pub leg: Leg,
-    /// Its address, scheme included.
-    pub url: String,
-    /// Port of a prefill worker's bootstrap server, when one was named.
-    pub bootstrap_port: Option<u16>,
-}
+/// Engines of the documented `--backend`, in the order of its help. Two of them speak HTTP with prefill and decode.
+const BACKENDS: [&str; 6] = ["sglang", "vllm", "tokenspeed", "trtllm", "openai", "anthropic"];
 
 /// Plain worker flags.
 #[derive(Debug, Clone, Args)]
@@ -76,8 +26,8 @@ struct PlainWorkerFlags {
     #[arg(long, value_name = "URL", value_parser = worker_url)]
     decode: Vec<String>,
     /// Engine of the workers named here [default: detected]
-    #[arg(long, alias = "runtime", value_enum, hide_possible_values = true, value_name = "sglang|vllm")]
-    backend: Option<BackendName>,
+    #[arg(long, alias = "runtime", value_parser = BACKENDS, hide_possible_values = true, value_name = "sglang|vllm")]
+    backend: Option<String>,
     /// Accepted for compatibility: registrations are bounded by the control plane [default: 1000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     job_queue_capacity: Option<u32>,
@@ -91,8 +41,7 @@ struct PlainWorkerFlags {
 pub struct WorkerFlags {
     /// True when prefill and decode workers were asked for.
     pub pd_disaggregation: bool,
-    /// Engine of the workers named here.
-    pub backend: Option<BackendName>,
+    backend: Option<String>,
     regular: Vec<String>,
     prefills: Vec<(String, Option<u16>)>,
     decodes: Vec<String>,
@@ -110,41 +59,40 @@ impl WorkerFlags {
         given.into_iter().filter_map(|(flag, given)| given.then_some(flag)).collect()
     }
 
-    pub(super) fn check(&self) -> Result<(), CliError> {
-        match self.backend {
-            None | Some(BackendName::Sglang | BackendName::Vllm) => Ok(()),
+    /// Every worker to register, in the order regular, prefill, decode.
+    ///
+    /// A URL named twice is a conflict: a worker has one role.
+    pub(super) fn specs(&self) -> Result<Vec<WorkerSpec>, CliError> {
+        let runtime = self.runtime()?;
+        let regular = self.regular.iter().map(|url| (WorkerType::Regular, url, None));
+        let prefills = self.prefills.iter().map(|(url, port)| (WorkerType::Prefill, url, *port));
+        let decodes = self.decodes.iter().map(|url| (WorkerType::Decode, url, None));
+        let legs = prefills.chain(decodes).filter(|_| self.pd_disaggregation);
+        let mut specs: Vec<WorkerSpec> = Vec::new();
+        for (worker_type, url, bootstrap_port) in regular.chain(legs) {
+            if specs.iter().any(|earlier| earlier.url == *url) {
+                let flag = match worker_type {
+                    WorkerType::Prefill => "--prefill",
+                    WorkerType::Decode => "--decode",
+                    WorkerType::Regular | WorkerType::Encode => "--worker-urls",
+                };
+                return Err(CliError::conflict(flag, format!("{url} is named twice")));
+            }
+            specs.push(WorkerSpec { runtime, bootstrap_port, ..WorkerSpec::new(url, worker_type) });
+        }
+        Ok(specs)
+    }
+
+    fn runtime(&self) -> Result<Runtime, CliError> {
+        match self.backend.as_deref() {
+            None => Ok(Runtime::Unspecified),
+            Some("sglang") => Ok(Runtime::Sglang),
+            Some("vllm") => Ok(Runtime::Vllm),
             Some(other) => {
-                let reason =
-                    format!("`{}` is not available in this version; available are sglang, vllm", other.as_str());
+                let reason = format!("`{other}` is not available in this version; available are sglang, vllm");
                 Err(CliError::refused("--backend", reason))
             }
         }
-    }
-
-    /// Every worker to register, in the order regular, prefill, decode. A URL named twice is a conflict: a worker has
-    /// one role.
-    pub(super) fn workers(&self) -> Result<Vec<StartupWorker>, CliError> {
-        let plain = |leg| move |url: &String| StartupWorker { leg, url: url.clone(), bootstrap_port: None };
-        let mut workers: Vec<StartupWorker> = self.regular.iter().map(plain(Leg::Regular)).collect();
-        if self.pd_disaggregation {
-            workers.extend(self.prefills.iter().map(|(url, bootstrap_port)| StartupWorker {
-                leg: Leg::Prefill,
-                url: url.clone(),
-                bootstrap_port: *bootstrap_port,
-            }));
-            workers.extend(self.decodes.iter().map(plain(Leg::Decode)));
-        }
-        for (index, worker) in workers.iter().enumerate() {
-            if workers[..index].iter().any(|earlier| earlier.url == worker.url) {
-                let flag = match worker.leg {
-                    Leg::Regular => "--worker-urls",
-                    Leg::Prefill => "--prefill",
-                    Leg::Decode => "--decode",
-                };
-                return Err(CliError::conflict(flag, format!("{} is named twice", worker.url)));
-            }
-        }
-        Ok(workers)
     }
 }
 
@@ -205,15 +153,7 @@ fn prefill_address<'a>(mut words: impl Iterator<Item = &'a String>) -> Result<(S
     Ok((url, port))
 }
 
-/// Checks that a worker's URL has a scheme of some wire and a host. Whether that wire is served is the business of the
-/// registration, which can say more.
+/// A worker's normalised URL. Whether its wire is served is the business of the registration, which can say more.
 fn worker_url(text: &str) -> Result<String, String> {
-    const SCHEMES: [&str; 5] = ["http://", "https://", "grpc://", "grpcs://", "ipc://"];
-    let rest = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme));
-    match rest {
-        Some(rest) if !rest.is_empty() && !text.contains(|c: char| c.is_whitespace() || c.is_control()) => {
-            Ok(text.to_owned())
-        }
-        _ => Err("must be a URL that starts with http://, https://, grpc://, grpcs:// or ipc://".to_owned()),
-    }
+    WorkerUrl::parse(text).map(|url| url.to_string()).map_err(|error| error.to_string())
 }

@@ -1,0 +1,322 @@
+//! A client's request body: kept as bytes, read once.
+//!
+//! Engines must see what the client wrote, so the body is never turned into a typed request and back. One pass checks
+//! that it is one JSON object and notes where each member stands; routing reads a few fields, and [`crate::splice`]
+//! edits by those positions.
+//!
+//! Invariants:
+//! - Every span lies inside `bytes`, on character boundaries, and spans are in ascending order.
+//! - Only `model`, `stream` and `n` can make a valid JSON object unacceptable, because routing depends on them. All
+//!   other fields are judged by the engine; here an unexpected shape reads as "not asked for".
+//! - `null` reads as absent. Of duplicates the last one counts, as in the engines' own parser.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use crate::field::Field;
+use crate::json;
+
+/// The routes that run a prefill and a decode leg.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Route {
+    /// OpenAI chat completions.
+    ChatCompletions,
+    /// OpenAI completions.
+    Completions,
+    /// SGLang's native generation.
+    Generate,
+}
+
+impl Route {
+    /// The path, the same at the gateway and at the engine.
+    pub const fn path(self) -> &'static str {
+        match self {
+            Self::ChatCompletions => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+            Self::Generate => "/generate",
+        }
+    }
+
+    /// Value of the `endpoint` metric label.
+    pub const fn endpoint_label(self) -> &'static str {
+        match self {
+            Self::ChatCompletions => "chat",
+            Self::Completions => "completions",
+            Self::Generate => "generate",
+        }
+    }
+}
+
+/// Why a body is refused before any engine sees it. All of these are the client's fault (400).
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BodyError {
+    /// The bytes are no JSON document.
+    #[error("the request body is not valid JSON: {0}")]
+    NotJson(String),
+    /// The document is JSON but no object.
+    #[error("the request body must be a JSON object")]
+    NotAnObject,
+    /// A field that routing reads has the wrong type.
+    #[error("field `{field}` must be {expected}")]
+    WrongType {
+        /// Name of the field.
+        field: &'static str,
+        /// What it has to be, with its article.
+        expected: &'static str,
+    },
+    /// The body is 4 GiB or larger.
+    #[error("the request body is too large")]
+    TooLarge,
+}
+
+/// What a prompt field holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Prompt {
+    /// Absent, `null`, or of a shape no engine documents.
+    Other,
+    /// One prompt, as text or as one flat list of token ids.
+    One,
+    /// A list of this many prompts, also when it has just one.
+    Batch(usize),
+}
+
+/// Position of a piece of the body, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span {
+    start: u32,
+    end: u32,
+}
+
+impl Span {
+    pub(crate) fn start(self) -> usize {
+        self.start as usize
+    }
+
+    pub(crate) fn end(self) -> usize {
+        self.end as usize
+    }
+
+    pub(crate) fn range(self) -> Range<usize> {
+        self.start()..self.end()
+    }
+}
+
+/// One `"key": value` of the top-level object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Member {
+    /// The key literal with its quotes.
+    pub(crate) key: Span,
+    pub(crate) value: Span,
+    /// The field this key names, however it is spelled.
+    pub(crate) field: Option<Field>,
+}
+
+/// A client's body, checked and indexed. Cloning it is cheap in bytes (they are shared) but copies the index.
+#[derive(Debug, Clone)]
+pub struct ClientBody {
+    bytes: Bytes,
+    route: Route,
+    /// Position just behind the opening brace.
+    pub(crate) inside: usize,
+    pub(crate) members: SmallVec<[Member; 16]>,
+    model: Option<String>,
+    stream: bool,
+    n: Option<u64>,
+}
+
+impl ClientBody {
+    /// Checks and indexes a body received on `route`.
+    pub fn parse(bytes: Bytes, route: Route) -> Result<Self, BodyError> {
+        u32::try_from(bytes.len()).map_err(|_| BodyError::TooLarge)?;
+        let text = std::str::from_utf8(&bytes).map_err(|error| BodyError::NotJson(error.to_string()))?;
+        let base = text.as_ptr().addr();
+        // Both casts are lossless: the part lies inside a text shorter than 4 GiB.
+        let span = |part: &str| {
+            let start = (part.as_ptr().addr() - base) as u32;
+            Span { start, end: start + part.len() as u32 }
+        };
+        let mut members = SmallVec::new();
+        json::each_member(text, |key, value| {
+            let field = json::string(key).and_then(|name| Field::from_name(&name));
+            members.push(Member { key: span(key), value: span(value), field });
+        })
+        .map_err(|error| {
+            if error.is_data() { BodyError::NotAnObject } else { BodyError::NotJson(error.to_string()) }
+        })?;
+        let inside = memchr::memchr(b'{', &bytes).map_or(0, |brace| brace + 1);
+
+        let mut body = Self { bytes, route, inside, members, model: None, stream: false, n: None };
+        body.model = body.read(Field::Model, "a string", |raw| json::string(raw).map(Cow::into_owned))?;
+        body.stream = body.read(Field::Stream, "a boolean", |raw| raw.parse().ok())?.unwrap_or(false);
+        body.n = body.read(Field::N, "a positive integer", json::positive_integer)?;
+        Ok(body)
+    }
+
+    fn read<T>(
+        &self,
+        field: Field,
+        expected: &'static str,
+        convert: impl FnOnce(&str) -> Option<T>,
+    ) -> Result<Option<T>, BodyError> {
+        self.value(field)
+            .map(|raw| convert(raw).ok_or_else(|| BodyError::WrongType { field: field.name(), expected }))
+            .transpose()
+    }
+
+    /// The bytes as the client sent them.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// The route the body came in on.
+    pub fn route(&self) -> Route {
+        self.route
+    }
+
+    /// The model the client asks for.
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    /// Whether the client wants a stream.
+    pub fn stream(&self) -> bool {
+        self.stream
+    }
+
+    /// How many samples of each prompt the client wants: `n`, on `/generate` also `sampling_params.n` (the largest of
+    /// them when there is one per prompt). At least 1.
+    pub fn samples(&self) -> u64 {
+        let n = self.n.unwrap_or(1);
+        if self.route != Route::Generate {
+            return n;
+        }
+        let mut samples = n;
+        let mut consider = |parameters: &str| {
+            let n = json::member(parameters, Field::N.name()).and_then(json::positive_integer);
+            samples = samples.max(n.unwrap_or(1));
+        };
+        if let Some(parameters) = self.value(Field::SamplingParams) {
+            if parameters.starts_with('[') {
+                // The text was checked when the body was parsed, so the walk cannot fail.
+                let _ = json::each_element(parameters, consider);
+            } else {
+                consider(parameters);
+            }
+        }
+        samples
+    }
+
+    /// Whether the key occurs at all, be it with `null`.
+    pub fn has(&self, field: Field) -> bool {
+        self.members.iter().any(|member| member.field == Some(field))
+    }
+
+    /// The raw JSON text of a field; none when absent or `null`.
+    pub fn value(&self, field: Field) -> Option<&str> {
+        let member = self.members.iter().rfind(|member| member.field == Some(field))?;
+        std::str::from_utf8(&self.bytes[member.value.range()]).ok().filter(|raw| *raw != "null")
+    }
+
+    /// Whether the client asks for log probabilities, in the manner of its route.
+    pub fn wants_logprobs(&self) -> bool {
+        match self.route {
+            Route::ChatCompletions => self.value(Field::Logprobs) == Some("true"),
+            Route::Completions => self.value(Field::Logprobs).is_some(),
+            Route::Generate => match self.value(Field::ReturnLogprob) {
+                Some("true") => true,
+                // One flag per prompt of a batch.
+                Some(list) if list.starts_with('[') => {
+                    let mut any = false;
+                    let _ = json::each_element(list, |flag| any |= flag == "true");
+                    any
+                }
+                _ => false,
+            },
+        }
+    }
+
+    /// What the route's prompt field holds. Chat messages are one prompt.
+    pub fn prompt(&self) -> Prompt {
+        match self.route {
+            Route::ChatCompletions => Prompt::One,
+            Route::Completions => self.value(Field::Prompt).map_or(Prompt::Other, prompt_shape),
+            Route::Generate => {
+                self.value(Field::InputIds).or_else(|| self.value(Field::Text)).map_or(Prompt::Other, prompt_shape)
+            }
+        }
+    }
+
+    /// The text that content-based policies look at: chat message texts (reasoning included) joined by single spaces,
+    /// the first prompt of a completion, `text` of `/generate`; empty when there is none, as with token ids.
+    ///
+    /// Computed on every call; only policies that need it should ask.
+    pub fn routing_text(&self) -> Cow<'_, str> {
+        match self.route {
+            Route::ChatCompletions => Cow::Owned(self.value(Field::Messages).map(chat_text).unwrap_or_default()),
+            Route::Completions => self.value(Field::Prompt).and_then(first_text).unwrap_or_default(),
+            Route::Generate => self.value(Field::Text).and_then(first_text).unwrap_or_default(),
+        }
+    }
+}
+
+/// Judges a prompt by its first element: engines do not accept mixed lists.
+fn prompt_shape(raw: &str) -> Prompt {
+    if raw.starts_with('"') {
+        return Prompt::One;
+    }
+    let Some(list) = raw.strip_prefix('[') else { return Prompt::Other };
+    match list.trim_start().bytes().next() {
+        Some(b'0'..=b'9' | b'-') => Prompt::One,
+        Some(b'"' | b'[' | b']') => {
+            let mut prompts = 0;
+            let _ = json::each_element(raw, |_| prompts += 1);
+            Prompt::Batch(prompts)
+        }
+        _ => Prompt::Other,
+    }
+}
+
+/// The string itself, or the first string of a list.
+fn first_text(raw: &str) -> Option<Cow<'_, str>> {
+    if raw.starts_with('"') {
+        return json::string(raw);
+    }
+    let mut first = None;
+    json::each_element(raw, |element| {
+        first.get_or_insert(element);
+    })
+    .ok()?;
+    first.and_then(json::string)
+}
+
+fn chat_text(messages: &str) -> String {
+    let mut text = String::new();
+    let mut add = |raw: &str| {
+        if let Some(piece) = json::string(raw).filter(|piece| !piece.is_empty()) {
+            if !text.is_empty() {
+                text.push(' ');
+            }
+            text.push_str(&piece);
+        }
+    };
+    let _ = json::each_element(messages, |message| {
+        for name in ["content", "reasoning_content", "reasoning"] {
+            match json::member(message, name) {
+                Some(parts) if parts.starts_with('[') => {
+                    let _ = json::each_element(parts, |part| {
+                        if let Some(text) = json::member(part, "text") {
+                            add(text);
+                        }
+                    });
+                }
+                Some(content) => add(content),
+                None => {}
+            }
+        }
+    });
+    text
+}

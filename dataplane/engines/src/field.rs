@@ -1,0 +1,107 @@
+//! The top-level request fields this gateway reads or writes, by name.
+//!
+//! Everything else in a request is the business of client and engine and has no name here. Resolving a key to a
+//! [`Field`] once, when the body is parsed, is what makes escaped spellings (`"\u006eame"`) and duplicates harmless:
+//! edits speak of fields, never of key texts.
+
+macro_rules! fields {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal,)+) => {
+        /// A top-level request field known to the gateway.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Field {
+            $($(#[$doc])* $variant,)+
+        }
+
+        impl Field {
+            /// Every field, in declaration order.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)+];
+
+            /// The field's name on the wire. It never needs JSON escapes.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+
+            /// The field called `name` (already unescaped), if the gateway knows it.
+            pub fn from_name(name: &str) -> Option<Self> {
+                match name {
+                    $($name => Some(Self::$variant),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+fields! {
+    /// The model the client asks for.
+    Model = "model",
+    /// Whether the client wants server-sent events.
+    Stream = "stream",
+    /// Options of a stream; invalid without `stream`.
+    StreamOptions = "stream_options",
+    /// Number of samples.
+    N = "n",
+    /// Lower bound of the output length.
+    MinTokens = "min_tokens",
+    /// Output cap of completions and older chat requests.
+    MaxTokens = "max_tokens",
+    /// Output cap of newer chat requests.
+    MaxCompletionTokens = "max_completion_tokens",
+    /// Prompt of a completion: text, texts, token ids or lists of token ids.
+    Prompt = "prompt",
+    /// Chat messages.
+    Messages = "messages",
+    /// Prompt of SGLang's `/generate` as token ids.
+    InputIds = "input_ids",
+    /// Prompt of SGLang's `/generate` as text.
+    Text = "text",
+    /// Sampling parameters of SGLang's `/generate`.
+    SamplingParams = "sampling_params",
+    /// Log probabilities, OpenAI routes.
+    Logprobs = "logprobs",
+    /// Log probabilities, `/generate`.
+    ReturnLogprob = "return_logprob",
+    /// vLLM's handoff of a prompt's KV cache.
+    KvTransferParams = "kv_transfer_params",
+    /// Host of SGLang's bootstrap server.
+    BootstrapHost = "bootstrap_host",
+    /// Port of SGLang's bootstrap server.
+    BootstrapPort = "bootstrap_port",
+    /// Room in which two SGLang legs meet.
+    BootstrapRoom = "bootstrap_room",
+    /// Data-parallel rank that serves this leg.
+    RoutedDpRank = "routed_dp_rank",
+    /// Data-parallel rank that computed the prefill.
+    DisaggPrefillDpRank = "disagg_prefill_dp_rank",
+    /// Data-parallel rank of a regular leg.
+    DataParallelRank = "data_parallel_rank",
+}
+
+/// Fields by which legs find each other. Whoever sets one steers where an engine fetches its KV cache from, and one
+/// incomplete handoff is enough to stop a vLLM decode server, so clients may not send them by default.
+pub const HANDOFF_FIELDS: [Field; 7] = [
+    Field::KvTransferParams,
+    Field::BootstrapHost,
+    Field::BootstrapPort,
+    Field::BootstrapRoom,
+    Field::RoutedDpRank,
+    Field::DisaggPrefillDpRank,
+    Field::DataParallelRank,
+];
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_resolve_to_their_field_and_need_no_escapes() {
+        for field in Field::ALL {
+            assert_eq!(Field::from_name(field.name()), Some(*field));
+            assert!(field.name().bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'));
+        }
+        assert_eq!(Field::from_name("temperature"), None);
+    }
+}

@@ -1,0 +1,35 @@
+//! `power_of_two`: the less loaded of two random candidates.
+//!
+//! Comparing two random workers avoids the herd that always picking the minimum causes when loads are known late, and
+//! still keeps the longest queue short.
+
+use smg_fleet::policy::PolicyName;
+
+use crate::{Candidate, Policy, RequestView, next_word, uniform};
+
+/// The less loaded of two distinct random candidates.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PowerOfTwo;
+
+impl Policy for PowerOfTwo {
+    fn name(&self) -> PolicyName {
+        PolicyName::PowerOfTwo
+    }
+
+    fn pick(&self, candidates: &[Candidate<'_>], _request: &RequestView<'_>, entropy: u64) -> Option<usize> {
+        let (first, second) = match candidates.len() {
+            0 => return None,
+            1 => return Some(0),
+            length => two_distinct(length, entropy),
+        };
+        // On equal loads the first stays; both orders of a pair are equally likely, so this is a fair coin.
+        Some(if candidates[second].load < candidates[first].load { second } else { first })
+    }
+}
+
+/// An ordered pair of distinct indices below `length` (at least 2), uniform over all such pairs.
+pub(crate) fn two_distinct(length: usize, entropy: u64) -> (usize, usize) {
+    let first = uniform(entropy, length);
+    let second = uniform(next_word(entropy), length - 1);
+    (first, if second >= first { second + 1 } else { second })
+}

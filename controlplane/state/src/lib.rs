@@ -1,1 +1,20 @@
-//! The replicated state machine: commands, apply, read model.
+//! The replicated state machine of the control plane.
+//!
+//! [`State::apply`] is the one function by which the fleet's state changes: a pure function of the state and a command. It reads no clock
+//! (time comes in the envelope and is recorded or compared as data only), draws no random number and does no I/O, so every replica that
+//! applies the same log has the same bytes. [`command`] holds the closed set of commands, [`codec`] their disk and wire form.
+//!
+//! Invariants
+//! * the revision grows by one with each command that changes something and never otherwise;
+//! * a command id is applied at most once: a repeated one returns the first outcome;
+//! * a rejected command changes nothing but the memory of command ids;
+//! * one URL is one worker.
+
+mod apply;
+pub mod codec;
+pub mod command;
+mod memory;
+mod state;
+
+pub use command::{Command, CommandId, Envelope, Outcome, Rejection, RejectionCode};
+pub use state::State;

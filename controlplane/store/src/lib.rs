@@ -1,1 +1,70 @@
-//! ClusterStore: the replicated log behind the state machine.
+//! Where the control plane's state lives: one replicated log of commands behind one small trait.
+//!
+//! * [`raft`]: the embedded log on openraft and redb; the only module that names either;
+//! * [`memory`]: no log at all, for tests and for state that may die with its process.
+//!
+//! Invariants every store keeps
+//! * an outcome is returned only after its command is durable and applied;
+//! * commands are applied in one order, by [`smg_state::State::apply`] alone;
+//! * after any storage error the store stops for good: [`StoreError::Failed`] from then on, never a silent retry.
+
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+use smg_fleet::Revision;
+use smg_state::{Envelope, Outcome, State};
+use thiserror::Error;
+use tokio::sync::watch;
+
+pub mod memory;
+pub mod raft;
+
+/// Why a store did not answer. The three classes of outcome are kept apart: did not happen, unknown, failed for good.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum StoreError {
+    /// The command was not accepted and will not happen: no leader, or not on this node.
+    #[error("the control plane has no leader: {0}")]
+    Unavailable(String),
+    /// The command may or may not happen; retry it with the same command id.
+    #[error("the outcome is unknown: {0}")]
+    Unknown(String),
+    /// The store stopped after a storage error. Reads of the applied state still work.
+    #[error("the store has stopped: {0}")]
+    Failed(String),
+    /// The store is shutting down.
+    #[error("the store is shutting down")]
+    Closed,
+}
+
+/// Who may run the duties of a leader (registration jobs, probes).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Leadership {
+    /// This node.
+    Leader,
+    /// Another node, or nobody.
+    Follower,
+}
+
+/// What the control plane needs from any store.
+pub trait ClusterStore: Send + Sync + 'static {
+    /// Makes a command durable and applies it. Idempotent by command id.
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Outcome, StoreError>>;
+
+    /// Waits until [`ClusterStore::local`] holds everything that was acknowledged before the call.
+    fn read_barrier(&self) -> BoxFuture<'_, Result<Revision, StoreError>>;
+
+    /// The applied state of this node; may be stale without a barrier.
+    fn local(&self) -> Arc<State>;
+
+    /// The revision of the applied state: a wake-up, the data is in [`ClusterStore::local`].
+    fn changes(&self) -> watch::Receiver<Revision>;
+
+    /// Who may run the leader's duties.
+    fn leadership(&self) -> watch::Receiver<Leadership>;
+
+    /// `Some(reason)` once the store has stopped after a storage error.
+    fn failure(&self) -> watch::Receiver<Option<String>>;
+
+    /// Stops the store and waits until its files are closed.
+    fn shutdown(&self) -> BoxFuture<'_, ()>;
+}

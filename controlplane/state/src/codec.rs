@@ -1,0 +1,240 @@
+//! Disk and wire form of commands, outcomes and the whole state. Canonical: equal values have equal bytes.
+
+use std::sync::Arc;
+
+use prost::Message;
+use smg_fleet::wire::{self, WireError};
+use smg_fleet::worker::WorkerPatch;
+use smg_fleet::{Worker, WorkerId};
+use smg_messages::state as pb;
+use uuid::Uuid;
+
+use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
+use crate::memory::Remembered;
+use crate::state::State;
+
+fn uuid(bytes: &[u8], field: &'static str) -> Result<Uuid, WireError> {
+    Uuid::from_slice(bytes).map_err(|_| WireError::Field(field))
+}
+
+fn required<T>(value: Option<T>, field: &'static str) -> Result<T, WireError> {
+    value.ok_or(WireError::Field(field))
+}
+
+fn id_bytes(id: &WorkerId) -> Vec<u8> {
+    wire::worker_id_bytes(*id)
+}
+
+/// An envelope as a message.
+pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
+    use pb::envelope::Command as Pb;
+    let command = match &envelope.command {
+        Command::InitCluster { cluster_id, history_id } => Pb::InitCluster(pb::InitCluster {
+            cluster_id: cluster_id.as_bytes().to_vec(),
+            history_id: history_id.as_bytes().to_vec(),
+        }),
+        Command::CreateWorker { id, spec, origin } => Pb::CreateWorker(pb::CreateWorker {
+            id: id_bytes(id),
+            spec: Some(wire::spec_to_pb(spec)),
+            origin: wire::origin_number(*origin),
+        }),
+        Command::ReplaceWorker { id, spec } => {
+            Pb::ReplaceWorker(pb::ReplaceWorker { id: id_bytes(id), spec: Some(wire::spec_to_pb(spec)) })
+        }
+        Command::PatchWorker { id, patch } => Pb::PatchWorker(pb::PatchWorker {
+            id: id_bytes(id),
+            priority: patch.priority,
+            cost: patch.cost,
+            labels: patch.labels.clone(),
+            api_key: patch.api_key.clone(),
+            health: Some(wire::health_override_to_pb(&patch.health)),
+        }),
+        Command::RemoveWorker { id } => Pb::RemoveWorker(pb::RemoveWorker { id: id_bytes(id) }),
+        Command::CompleteJob { id, number, facts } => Pb::CompleteJob(pb::CompleteJob {
+            id: id_bytes(id),
+            number: *number,
+            facts: facts.as_deref().map(wire::facts_to_pb),
+        }),
+        Command::ReportJob { id, number, status, message } => Pb::ReportJob(pb::ReportJob {
+            id: id_bytes(id),
+            number: *number,
+            status: wire::job_status_number(*status),
+            message: message.clone(),
+        }),
+        Command::SetHealth { id, health } => {
+            Pb::SetHealth(pb::SetHealth { id: id_bytes(id), health: wire::health_number(*health) })
+        }
+        Command::SetIntent { id, intent } => {
+            Pb::SetIntent(pb::SetIntent { id: id_bytes(id), intent: wire::intent_number(*intent) })
+        }
+        Command::ForgetJob { id, number } => Pb::ForgetJob(pb::ForgetJob { id: id_bytes(id), number: *number }),
+        Command::ReconcileStartup { workers } => Pb::ReconcileStartup(pb::ReconcileStartup {
+            workers: workers
+                .iter()
+                .map(|(id, spec)| pb::StartupWorker { id: id_bytes(id), spec: Some(wire::spec_to_pb(spec)) })
+                .collect(),
+        }),
+        Command::PutPolicy { model, document } => {
+            Pb::PutPolicy(pb::PutPolicy { model: model.clone(), document: Some(wire::document_to_pb(document)) })
+        }
+        Command::DeletePolicy { model } => Pb::DeletePolicy(pb::DeletePolicy { model: model.clone() }),
+        Command::ApplyStartupPolicy { document } => {
+            Pb::ApplyStartupPolicy(pb::ApplyStartupPolicy { document: Some(wire::document_to_pb(document)) })
+        }
+    };
+    pb::Envelope {
+        command_id: envelope.command_id.as_bytes().to_vec(),
+        actor: envelope.actor.clone(),
+        proposed_at_unix_ms: envelope.proposed_at_unix_ms,
+        expected_revision: envelope.expected_revision,
+        command: Some(command),
+    }
+}
+
+/// An envelope from a message. A command this version does not know is an error: it must never be skipped.
+///
+/// # Errors
+/// When a field is missing or unknown.
+pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
+    use pb::envelope::Command as Pb;
+    let command = match required(envelope.command, "command")? {
+        Pb::InitCluster(c) => Command::InitCluster {
+            cluster_id: uuid(&c.cluster_id, "cluster_id")?,
+            history_id: uuid(&c.history_id, "history_id")?,
+        },
+        Pb::CreateWorker(c) => Command::CreateWorker {
+            id: wire::worker_id(&c.id)?,
+            spec: Box::new(wire::spec_from_pb(required(c.spec, "spec")?)?),
+            origin: wire::origin(c.origin)?,
+        },
+        Pb::ReplaceWorker(c) => Command::ReplaceWorker {
+            id: wire::worker_id(&c.id)?,
+            spec: Box::new(wire::spec_from_pb(required(c.spec, "spec")?)?),
+        },
+        Pb::PatchWorker(c) => Command::PatchWorker {
+            id: wire::worker_id(&c.id)?,
+            patch: Box::new(WorkerPatch {
+                priority: c.priority,
+                cost: c.cost,
+                labels: c.labels,
+                api_key: c.api_key,
+                health: wire::health_override_from_pb(c.health),
+            }),
+        },
+        Pb::RemoveWorker(c) => Command::RemoveWorker { id: wire::worker_id(&c.id)? },
+        Pb::CompleteJob(c) => Command::CompleteJob {
+            id: wire::worker_id(&c.id)?,
+            number: c.number,
+            facts: c.facts.map(wire::facts_from_pb).transpose()?.map(Box::new),
+        },
+        Pb::ReportJob(c) => Command::ReportJob {
+            id: wire::worker_id(&c.id)?,
+            number: c.number,
+            status: wire::job_status(c.status)?,
+            message: c.message,
+        },
+        Pb::SetHealth(c) => Command::SetHealth { id: wire::worker_id(&c.id)?, health: wire::health(c.health)? },
+        Pb::SetIntent(c) => Command::SetIntent { id: wire::worker_id(&c.id)?, intent: wire::intent(c.intent)? },
+        Pb::ForgetJob(c) => Command::ForgetJob { id: wire::worker_id(&c.id)?, number: c.number },
+        Pb::ReconcileStartup(c) => Command::ReconcileStartup {
+            workers: c
+                .workers
+                .into_iter()
+                .map(|w| Ok((wire::worker_id(&w.id)?, wire::spec_from_pb(required(w.spec, "spec")?)?)))
+                .collect::<Result<_, WireError>>()?,
+        },
+        Pb::PutPolicy(c) => Command::PutPolicy {
+            model: c.model,
+            document: Box::new(wire::document_from_pb(required(c.document, "document")?)?),
+        },
+        Pb::DeletePolicy(c) => Command::DeletePolicy { model: c.model },
+        Pb::ApplyStartupPolicy(c) => Command::ApplyStartupPolicy {
+            document: Box::new(wire::document_from_pb(required(c.document, "document")?)?),
+        },
+    };
+    Ok(Envelope {
+        command_id: uuid(&envelope.command_id, "command_id")?,
+        actor: envelope.actor,
+        proposed_at_unix_ms: envelope.proposed_at_unix_ms,
+        expected_revision: envelope.expected_revision,
+        command,
+    })
+}
+
+/// An outcome as a message.
+pub fn outcome_to_pb(outcome: &Outcome) -> pb::Outcome {
+    pb::Outcome {
+        revision: outcome.revision,
+        rejected: outcome.rejection.is_some(),
+        rejection: outcome.rejection.as_ref().map_or(0, |rejection| rejection.code as i32),
+        message: outcome.rejection.as_ref().map(|rejection| rejection.message.clone()).unwrap_or_default(),
+        worker_id: outcome.worker_id.map(wire::worker_id_bytes).unwrap_or_default(),
+    }
+}
+
+/// An outcome from a message.
+///
+/// # Errors
+/// When a field is missing or unknown.
+pub fn outcome_from_pb(outcome: pb::Outcome) -> Result<Outcome, WireError> {
+    let rejection = if outcome.rejected {
+        let code = RejectionCode::ALL.into_iter().find(|code| *code as i32 == outcome.rejection);
+        Some(Rejection { code: required(code, "rejection")?, message: outcome.message })
+    } else {
+        None
+    };
+    let worker_id = if outcome.worker_id.is_empty() { None } else { Some(wire::worker_id(&outcome.worker_id)?) };
+    Ok(Outcome { revision: outcome.revision, worker_id, rejection })
+}
+
+/// The canonical bytes of a state.
+pub fn encode_state(state: &State) -> Vec<u8> {
+    pb::State {
+        cluster_id: state.cluster_id.as_bytes().to_vec(),
+        history_id: state.history_id.as_bytes().to_vec(),
+        revision: state.revision,
+        workers: state.workers.values().map(|worker| wire::worker_to_pb(worker)).collect(),
+        policies: state.policies.values().map(|record| wire::record_to_pb(record)).collect(),
+        remembered: state
+            .memory
+            .iter()
+            .map(|remembered| pb::RememberedCommand {
+                command_id: remembered.command_id.as_bytes().to_vec(),
+                at_unix_ms: remembered.at_unix_ms,
+                outcome: Some(outcome_to_pb(&remembered.outcome)),
+            })
+            .collect(),
+    }
+    .encode_to_vec()
+}
+
+/// A state from its bytes.
+///
+/// # Errors
+/// When the bytes are malformed or of a newer version.
+pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
+    let message = pb::State::decode(bytes)?;
+    let mut state = State {
+        cluster_id: uuid(&message.cluster_id, "cluster_id")?,
+        history_id: uuid(&message.history_id, "history_id")?,
+        revision: message.revision,
+        ..State::default()
+    };
+    for worker in message.workers {
+        let worker: Worker = wire::worker_from_pb(worker)?;
+        state.by_url.insert(worker.spec.url.clone(), worker.id);
+        state.workers.insert(worker.id, Arc::new(worker));
+    }
+    for record in message.policies {
+        let record = wire::record_from_pb(record)?;
+        state.policies.insert(record.model.clone(), Arc::new(record));
+    }
+    for remembered in message.remembered {
+        state.memory.remember(Remembered {
+            command_id: uuid(&remembered.command_id, "command_id")?,
+            at_unix_ms: remembered.at_unix_ms,
+            outcome: outcome_from_pb(required(remembered.outcome, "outcome")?)?,
+        });
+    }
+    Ok(state)
+}

@@ -1,0 +1,224 @@
+//! The closed set of commands, and what comes back.
+
+use std::fmt;
+
+use smg_fleet::worker::WorkerPatch;
+use smg_fleet::{Facts, Health, Intent, JobStatus, Origin, PolicyDocument, Revision, WorkerId, WorkerSpec};
+use uuid::Uuid;
+
+/// Identity of a command, chosen by its author: retrying with the same id cannot apply it twice.
+pub type CommandId = Uuid;
+
+/// A change to the fleet's state.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// Names the cluster. First command of a history.
+    InitCluster {
+        /// Which cluster.
+        cluster_id: Uuid,
+        /// Which history of it.
+        history_id: Uuid,
+    },
+    /// Accepts a worker; a job registers it.
+    CreateWorker {
+        /// The id to give it, unless its URL already has one.
+        id: WorkerId,
+        /// A validated spec.
+        spec: Box<WorkerSpec>,
+        /// Who asks.
+        origin: Origin,
+    },
+    /// Accepts a new spec for a worker; a job installs it.
+    ReplaceWorker {
+        /// Which worker.
+        id: WorkerId,
+        /// A validated spec with the worker's URL.
+        spec: Box<WorkerSpec>,
+    },
+    /// Changes a few fields at once.
+    PatchWorker {
+        /// Which worker.
+        id: WorkerId,
+        /// What to change.
+        patch: Box<WorkerPatch>,
+    },
+    /// Starts draining a worker; a job removes it. One that never registered goes at once.
+    RemoveWorker {
+        /// Which worker.
+        id: WorkerId,
+    },
+    /// A job succeeded.
+    CompleteJob {
+        /// Which worker.
+        id: WorkerId,
+        /// Which job of it.
+        number: u64,
+        /// What the engine said; absent for removals.
+        facts: Option<Box<Facts>>,
+    },
+    /// A job goes on, or failed for good.
+    ReportJob {
+        /// Which worker.
+        id: WorkerId,
+        /// Which job of it.
+        number: u64,
+        /// Processing or failed.
+        status: JobStatus,
+        /// The last error.
+        message: String,
+    },
+    /// Active probes changed their verdict.
+    SetHealth {
+        /// Which worker.
+        id: WorkerId,
+        /// The verdict.
+        health: Health,
+    },
+    /// An operator changes what they want with a worker.
+    SetIntent {
+        /// Which worker.
+        id: WorkerId,
+        /// The intent.
+        intent: Intent,
+    },
+    /// Clears a failed job that was readable long enough; a worker that never registered goes with it.
+    ForgetJob {
+        /// Which worker.
+        id: WorkerId,
+        /// Which job of it.
+        number: u64,
+    },
+    /// The workers named by start-up flags: creates and updates them, and removes those named before and no longer.
+    ReconcileStartup {
+        /// Ids to give to new ones, and validated specs.
+        workers: Vec<(WorkerId, WorkerSpec)>,
+    },
+    /// Stores a policy document.
+    PutPolicy {
+        /// Which model; empty = the fleet default.
+        model: String,
+        /// The document.
+        document: Box<PolicyDocument>,
+    },
+    /// Deletes a policy document.
+    DeletePolicy {
+        /// Which model; empty = the fleet default.
+        model: String,
+    },
+    /// What the start-up flags say about policies: an API write wins until this changes.
+    ApplyStartupPolicy {
+        /// The document of the flags that were given.
+        document: Box<PolicyDocument>,
+    },
+}
+
+/// A command with its author and its conditions.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Envelope {
+    /// Identity for retries.
+    pub command_id: CommandId,
+    /// Who asks, for the audit record.
+    pub actor: String,
+    /// The author's clock. Data, never compared with another clock by `apply`.
+    pub proposed_at_unix_ms: u64,
+    /// The object's `mod_revision` that the author saw; absent = unconditional.
+    pub expected_revision: Option<Revision>,
+    /// The change.
+    pub command: Command,
+}
+
+impl fmt::Display for Envelope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} by {}", self.command.name(), self.actor)
+    }
+}
+
+impl Command {
+    /// A name for logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Command::InitCluster { .. } => "init_cluster",
+            Command::CreateWorker { .. } => "create_worker",
+            Command::ReplaceWorker { .. } => "replace_worker",
+            Command::PatchWorker { .. } => "patch_worker",
+            Command::RemoveWorker { .. } => "remove_worker",
+            Command::CompleteJob { .. } => "complete_job",
+            Command::ReportJob { .. } => "report_job",
+            Command::SetHealth { .. } => "set_health",
+            Command::SetIntent { .. } => "set_intent",
+            Command::ForgetJob { .. } => "forget_job",
+            Command::ReconcileStartup { .. } => "reconcile_startup",
+            Command::PutPolicy { .. } => "put_policy",
+            Command::DeletePolicy { .. } => "delete_policy",
+            Command::ApplyStartupPolicy { .. } => "apply_startup_policy",
+        }
+    }
+}
+
+/// Why a command was refused. The numbers are those of the schema.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+#[repr(i32)]
+pub enum RejectionCode {
+    WorkerNotFound = 1,
+    WorkerAlreadyExists = 2,
+    WorkerCreateInProgress = 3,
+    RevisionConflict = 4,
+    Invalid = 5,
+    JobSuperseded = 6,
+    PolicyNotFound = 7,
+    Limit = 8,
+}
+
+impl RejectionCode {
+    /// Every code.
+    pub const ALL: [RejectionCode; 8] = [
+        Self::WorkerNotFound,
+        Self::WorkerAlreadyExists,
+        Self::WorkerCreateInProgress,
+        Self::RevisionConflict,
+        Self::Invalid,
+        Self::JobSuperseded,
+        Self::PolicyNotFound,
+        Self::Limit,
+    ];
+}
+
+/// A refusal, with words for the author.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejection {
+    /// What kind.
+    pub code: RejectionCode,
+    /// Why.
+    pub message: String,
+}
+
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+/// What applying a command led to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// The state's revision after it.
+    pub revision: Revision,
+    /// The worker it was about: for a creation, the id that the URL now has.
+    pub worker_id: Option<WorkerId>,
+    /// Whether it was refused.
+    pub rejection: Option<Rejection>,
+}
+
+impl Outcome {
+    /// The outcome, or the refusal.
+    ///
+    /// # Errors
+    /// The refusal.
+    pub fn accepted(self) -> Result<Outcome, Rejection> {
+        match self.rejection {
+            Some(rejection) => Err(rejection),
+            None => Ok(self),
+        }
+    }
+}

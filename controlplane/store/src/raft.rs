@@ -1,0 +1,1 @@
+//! The replicated log on openraft and redb.

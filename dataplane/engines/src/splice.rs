@@ -68,9 +68,8 @@ impl ClientBody {
     /// This body with `edits` applied.
     pub fn splice(&self, edits: &Edits) -> SplicedBody {
         let mut assembly = Assembly::new(self.bytes());
-        assembly.keep(0..self.inside);
-        // White space in front of the first member; holds no comma.
-        let lead = self.inside..self.members.first().map_or(self.inside, |member| member.key.start());
+        // Up to the first member; holds no comma.
+        assembly.keep(0..self.members.first().map_or(self.inside, |member| member.key.start()));
         let mut first = true;
         let mut previous_end = self.inside;
         for (index, member) in self.members.iter().enumerate() {
@@ -84,7 +83,9 @@ impl ClientBody {
                 Some((field, Some(_))) if self.occurs_after(index, field) => continue,
                 Some((field, Some(value))) => Some((field, value)),
             };
-            assembly.keep(if first { lead.clone() } else { gap });
+            if !first {
+                assembly.keep(gap);
+            }
             first = false;
             match replacement {
                 None => assembly.keep(member.key.start()..member.value.end()),

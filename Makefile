@@ -1,0 +1,42 @@
+# The two commands to know: `make demo` and `make test`. Both work on a machine with git, make, gcc, python3 and the Rust
+# toolchain that rust-toolchain.toml names; neither downloads anything but crates.
+
+CARGO ?= cargo
+PYTHON ?= python3
+
+# cargo-nextest when it is installed, else the runner that every toolchain has. nextest runs no documentation tests, so
+# those come first and its summary is the closing line.
+NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+DENY := $(shell command -v cargo-deny 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test soak lint deny
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: ## Serve a plain and a streamed chat completion through mock engines, and show the decisions
+	$(PYTHON) tests/demo/demo.py
+
+test: ## Run every test
+ifdef NEXTEST
+	$(CARGO) test --workspace --locked --doc
+	$(CARGO) nextest run --workspace --locked --no-fail-fast
+else
+	$(CARGO) test --workspace --locked --no-fail-fast
+endif
+
+soak: ## Run every test in its long variant
+	SMG_SOAK=1 $(MAKE) test
+
+lint: ## Check format and lints, and the dependency policy where cargo-deny is installed
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+ifdef DENY
+	$(MAKE) deny
+else
+	@echo "cargo-deny is not installed: licences, bans and sources were not checked"
+endif
+
+deny: ## Check licences, banned crates and sources (needs cargo-deny)
+	$(CARGO) deny --locked check bans licenses sources

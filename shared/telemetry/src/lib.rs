@@ -1,1 +1,14 @@
-//! Metrics registry and logs.
+//! What a process tells about itself: metrics and logs.
+//!
+//! Every metric is declared once, in [`metrics`], with its help text and labels; nothing else registers one. Log targets are those of the
+//! documented system, whatever our crates are called: [`SMG`] for the life of the process, [`ROUTERS`] for routing decisions.
+
+pub mod logs;
+pub mod metrics;
+
+pub use metrics::Metrics;
+
+/// Log target of the process.
+pub const SMG: &str = "smg";
+/// Log target of routing decisions: each selected pair at debug level.
+pub const ROUTERS: &str = "smg::routers";

@@ -1,0 +1,160 @@
+//! Every metric, declared once.
+//!
+//! Names, types and labels of `smg_http_*`, `smg_router_*`, `smg_pd_*` and `smg_worker_*` are those of the documented system (SMG metrics
+//! reference). Label values never come from clients unchecked: models are labels only once a worker serves them.
+
+use prometheus::{
+    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    TextEncoder,
+};
+
+/// Buckets of durations, in seconds, unless the process is told others.
+pub const DURATION_BUCKETS: [f64; 28] = [
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0,
+    240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0,
+];
+const BACKOFF_BUCKETS: [f64; 12] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
+
+macro_rules! metrics {
+    ($($(#[$meta:meta])* $field:ident: $kind:ident($name:literal, $help:literal $(, [$($label:literal),*])? $(, buckets = $buckets:ident)?);)+) => {
+        /// The handles of every metric of a process.
+        #[derive(Debug, Clone)]
+        pub struct Metrics {
+            registry: Registry,
+            $(#[doc = $help] $(#[$meta])* pub $field: $kind,)+
+        }
+
+        /// Name, help and labels of every metric, for the reference pages.
+        pub const CATALOGUE: &[(&str, &str, &[&str])] = &[$(($name, $help, &[$($($label),*)?])),+];
+
+        impl Metrics {
+            /// A registry of its own with every metric in it.
+            ///
+            /// # Errors
+            /// When bucket bounds are not increasing.
+            pub fn new(duration_buckets: &[f64]) -> Result<Self, prometheus::Error> {
+                let registry = Registry::new();
+                $(
+                    let $field = metrics!(@build $kind, $name, $help, [$($($label),*)?], [$($buckets)?], duration_buckets);
+                    registry.register(Box::new($field.clone()))?;
+                )+
+                registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
+                Ok(Self { registry, $($field,)+ })
+            }
+        }
+    };
+    (@bounds durations $d:ident) => { $d };
+    (@bounds backoffs $d:ident) => { BACKOFF_BUCKETS };
+    (@build IntCounter, $name:literal, $help:literal, [], [], $d:ident) => { IntCounter::new($name, $help)? };
+    (@build IntGauge, $name:literal, $help:literal, [], [], $d:ident) => { IntGauge::new($name, $help)? };
+    (@build IntCounterVec, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
+        IntCounterVec::new(Opts::new($name, $help), &[$($label),+])?
+    };
+    (@build IntGaugeVec, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
+        IntGaugeVec::new(Opts::new($name, $help), &[$($label),+])?
+    };
+    (@build HistogramVec, $name:literal, $help:literal, [$($label:literal),+], [$buckets:ident], $d:ident) => {
+        HistogramVec::new(HistogramOpts::new($name, $help).buckets(metrics!(@bounds $buckets $d).to_vec()), &[$($label),+])?
+    };
+    (@build Histogram, $name:literal, $help:literal, [], [$buckets:ident], $d:ident) => {
+        Histogram::with_opts(HistogramOpts::new($name, $help).buckets(metrics!(@bounds $buckets $d).to_vec()))?
+    };
+}
+
+metrics! {
+    http_requests: IntCounterVec("smg_http_requests_total", "Requests received.", ["method", "path"]);
+    http_request_duration: HistogramVec("smg_http_request_duration_seconds", "Time from a request's arrival to the end of its response body.", ["method", "path"], buckets = durations);
+    http_responses: IntCounterVec("smg_http_responses_total", "Responses sent.", ["path", "status_code", "error_code"]);
+    http_connections_active: IntGauge("smg_http_connections_active", "Open client connections.");
+    http_connection_timeouts: IntCounterVec("smg_http_connection_timeouts_total", "Client connections closed because the client was too slow.", ["timeout"]);
+    http_requests_active: IntGauge("smg_http_requests_active", "Requests between arrival and the end of their response body.");
+    router_requests: IntCounterVec("smg_router_requests_total", "Requests routed to workers.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "streaming"]);
+    router_request_duration: HistogramVec("smg_router_request_duration_seconds", "Time from routing to the end of the response body.", ["router_type", "backend_type", "connection_mode", "model", "endpoint"], buckets = durations);
+    router_request_errors: IntCounterVec("smg_router_request_errors_total", "Routed requests that ended in an error.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "error_type"]);
+    router_upstream_responses: IntCounterVec("smg_router_upstream_responses_total", "Response heads received from workers.", ["router_type", "status_code", "error_code"]);
+    router_upstream_send_retries: IntCounterVec("smg_router_upstream_send_retries_total", "Legs sent again at once because a pooled connection had been closed before anything was answered.", ["router_type"]);
+    pd_ttft: HistogramVec("smg_pd_ttft_seconds", "Prefill dispatch to the first decode output.", ["backend_type", "model", "runtime"], buckets = durations);
+    pd_prefill_duration: HistogramVec("smg_pd_prefill_duration_seconds", "Duration of the prefill leg.", ["backend_type", "model", "runtime"], buckets = durations);
+    pd_decode_ttft: HistogramVec("smg_pd_decode_ttft_seconds", "Decode dispatch to the first decode output.", ["backend_type", "model", "runtime"], buckets = durations);
+    pd_kv_transfer_duration: HistogramVec("smg_pd_kv_transfer_duration_seconds", "Prefill completion to decode dispatch (gRPC vLLM).", ["backend_type", "model", "runtime"], buckets = durations);
+    pd_kv_connector_mode: IntCounterVec("smg_pd_kv_connector_mode_total", "vLLM dispatches by connector mode.", ["mode"]);
+    pd_kv_transfer_failures: IntCounter("smg_pd_kv_transfer_failures_total", "Handoffs that did not happen: a NIXL prefill returned no kv_transfer_params.");
+    pd_undeclared_connectors: IntGauge("smg_pd_undeclared_connectors", "Registered vLLM prefill workers without a declared kv_connector: their requests run passthrough and decode recomputes every prompt.");
+    pd_orphaned_handoffs: IntCounter("smg_pd_orphaned_handoffs_total", "Prefill handoffs that no decode leg took because the client had left.");
+    pd_bootstrap_failures: IntCounter("smg_pd_bootstrap_failures_total", "Bootstrap fields could not be added to a request.");
+    pd_rendezvous_failures: IntCounterVec("smg_pd_rendezvous_failures_total", "Bootstrap ports that did not answer.", ["leg", "phase"]);
+    pd_admission_waits: IntCounter("smg_pd_admission_waits_total", "Dispatches admitted after waiting for a decode slot (gRPC).");
+    pd_admission_sheds: IntCounter("smg_pd_admission_sheds_total", "Dispatches shed at the decode admission window (gRPC).");
+    worker_pool_size: IntGaugeVec("smg_worker_pool_size", "Registered workers.", ["worker_type", "connection_mode", "model"]);
+    worker_requests_active: IntGaugeVec("smg_worker_requests_active", "In-flight requests of this gateway per worker.", ["worker"]);
+    worker_health: IntGaugeVec("smg_worker_health", "1 = healthy, 0 = not.", ["worker"]);
+    worker_requests: IntCounterVec("smg_worker_requests_total", "Requests sent to a worker.", ["worker", "model"]);
+    worker_health_checks: IntCounterVec("smg_worker_health_checks_total", "Active probes.", ["worker_type", "result"]);
+    worker_selection: IntCounterVec("smg_worker_selection_total", "Picks per leg.", ["worker_type", "connection_mode", "model", "policy"]);
+    worker_errors: IntCounterVec("smg_worker_errors_total", "Failed legs.", ["worker_type", "connection_mode", "error_type"]);
+    worker_cb_state: IntGaugeVec("smg_worker_cb_state", "Circuit breaker: 0 closed, 1 open, 2 half-open.", ["worker"]);
+    worker_cb_consecutive_failures: IntGaugeVec("smg_worker_cb_consecutive_failures", "Failures in a row.", ["worker"]);
+    worker_cb_consecutive_successes: IntGaugeVec("smg_worker_cb_consecutive_successes", "Successes in a row.", ["worker"]);
+    worker_cb_transitions: IntCounterVec("smg_worker_cb_transitions_total", "Circuit breaker transitions.", ["worker", "from", "to"]);
+    worker_cb_outcomes: IntCounterVec("smg_worker_cb_outcomes_total", "Outcomes seen by circuit breakers.", ["worker", "outcome"]);
+    worker_retries: IntCounterVec("smg_worker_retries_total", "Further attempts.", ["worker_type", "endpoint"]);
+    worker_retries_exhausted: IntCounterVec("smg_worker_retries_exhausted_total", "Requests that failed on their last attempt.", ["worker_type", "endpoint"]);
+    worker_retry_backoff: HistogramVec("smg_worker_retry_backoff_seconds", "Delays before further attempts.", ["attempt"], buckets = backoffs);
+    worker_stalled: IntGaugeVec("smg_worker_stalled", "1 = this gateway ejected the worker.", ["worker", "reason"]);
+    worker_stall_transitions: IntCounterVec("smg_worker_stall_transitions_total", "Ejections by this gateway.", ["worker", "reason"]);
+    decisions_dropped: IntCounter("smg_decisions_dropped_total", "Decision records that left the ring.");
+    config_revision: IntGauge("smg_config_revision", "Revision of the snapshot this gateway routes with.");
+    config_stale_seconds: IntGauge("smg_config_stale_seconds", "Seconds since the control plane was last heard.");
+    config_updates: IntCounterVec("smg_config_updates_total", "Snapshots and deltas received.", ["kind", "result"]);
+    sync_subscribers: IntGauge("smg_sync_subscribers", "Gateways subscribed to this control plane node.");
+    sync_propagation: Histogram("smg_sync_propagation_seconds", "Commit to acknowledgement by a gateway.", buckets = durations);
+    registration_jobs: IntCounterVec("smg_registration_jobs_total", "Finished registration jobs.", ["job_type", "result"]);
+    registration_jobs_active: IntGauge("smg_registration_jobs_active", "Registration jobs running.");
+    health_panic: IntCounter("smg_health_panic_total", "Ejections withheld because most of the fleet failed its probes at once.");
+    store_commits: IntCounter("smg_store_commits_total", "Durable commits of the store.");
+}
+
+impl Metrics {
+    /// The exposition text.
+    ///
+    /// # Errors
+    /// When encoding fails.
+    pub fn render(&self) -> Result<Vec<u8>, prometheus::Error> {
+        let mut text = Vec::with_capacity(16 * 1024);
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        Ok(text)
+    }
+}
+
+impl Default for Metrics {
+    /// With the default buckets. They are increasing, so this cannot fail; a registry that fails all the same is an empty process.
+    fn default() -> Self {
+        match Self::new(&DURATION_BUCKETS) {
+            Ok(metrics) => metrics,
+            Err(error) => {
+                tracing::error!(target: crate::SMG, %error, "metrics cannot be registered");
+                std::process::abort()
+            }
+        }
+    }
+}
+
+/// Content type of [`Metrics::render`].
+pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_metric_has_help_and_counters_end_in_total() {
+        let metrics = Metrics::default();
+        metrics.pd_kv_connector_mode.with_label_values(&["nixl"]).inc();
+        let text = String::from_utf8(metrics.render().unwrap()).unwrap();
+        assert!(text.contains("smg_pd_kv_connector_mode_total{mode=\"nixl\"} 1"));
+        for (name, help, _) in CATALOGUE {
+            assert!(name.starts_with("smg_") && help.ends_with('.'), "{name}");
+        }
+    }
+}

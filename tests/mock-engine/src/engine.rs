@@ -1,0 +1,730 @@
+//! An engine: its settings, its state, its life.
+
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::fabric::{self, Fabric, Holder};
+use crate::fault::{Fault, Faults};
+use crate::generate::{Events, Job, WriteStep};
+use crate::http::{self, Body, Pieces, Reply, Request};
+use crate::ledger::Ledger;
+use crate::load::{Load, Running};
+use crate::record::{Recorded, Recorder};
+use crate::{sglang, vllm};
+
+/// Which engine is played.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Engine {
+    /// SGLang, native and OpenAI routes.
+    Sglang,
+    /// vLLM 0.32, OpenAI routes.
+    Vllm,
+}
+
+/// The engine's part in disaggregated serving.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Role {
+    /// Serves requests alone.
+    Regular,
+    /// Computes prompts and hands their KV over.
+    Prefill,
+    /// Generates from KV that a prefill engine computed.
+    Decode,
+}
+
+/// vLLM's KV connector. SGLang has its own transfer and ignores this.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Connector {
+    /// No connector: transfer fields are ignored.
+    None,
+    /// `NixlConnector`: sequential, pull by request id.
+    Nixl,
+    /// `MooncakeConnector`: concurrent, pull by transfer id through a bootstrap server.
+    Mooncake,
+    /// Any other, by name: transfer fields are ignored and every prompt is computed locally.
+    Other(String),
+}
+
+impl std::str::FromStr for Connector {
+    type Err = std::convert::Infallible;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Ok(match name {
+            "none" | "" => Connector::None,
+            "nixl" | "NixlConnector" => Connector::Nixl,
+            "mooncake" | "MooncakeConnector" => Connector::Mooncake,
+            other => Connector::Other(other.to_owned()),
+        })
+    }
+}
+
+/// What does not change in an engine's life.
+pub(crate) struct Settings {
+    pub(crate) engine: Engine,
+    pub(crate) role: Role,
+    pub(crate) connector: Connector,
+    pub(crate) model: String,
+    pub(crate) max_model_len: usize,
+    pub(crate) max_running: Option<usize>,
+    pub(crate) dp_size: Option<u64>,
+    pub(crate) prefill_delay: Duration,
+    pub(crate) prefill_delay_per_token: Duration,
+    pub(crate) token_delay: Duration,
+    pub(crate) patience: Duration,
+    pub(crate) early_head: bool,
+    pub(crate) idle_close: Option<Duration>,
+    pub(crate) server_info: Vec<(String, serde_json::Value)>,
+    api_key: Option<String>,
+    overrides: Vec<(String, u16, Bytes)>,
+    records: usize,
+}
+
+/// Ports listened on; 0 asks the system for one and becomes what it gave.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Ports {
+    pub(crate) http: u16,
+    pub(crate) bootstrap: Option<u16>,
+    pub(crate) side_channel: Option<u16>,
+}
+
+/// What a restart replaces.
+struct Incarnation {
+    engine_id: Arc<str>,
+    ledger: Arc<Ledger>,
+}
+
+/// The tasks of the listening engine.
+struct Life {
+    accepting: CancellationToken,
+    serving: CancellationToken,
+    listeners: TaskTracker,
+    connections: TaskTracker,
+}
+
+impl Life {
+    fn new() -> Self {
+        Life {
+            accepting: CancellationToken::new(),
+            serving: CancellationToken::new(),
+            listeners: TaskTracker::new(),
+            connections: TaskTracker::new(),
+        }
+    }
+}
+
+/// The state that every connection shares.
+pub(crate) struct Core {
+    pub(crate) settings: Settings,
+    pub(crate) recorder: Arc<Recorder>,
+    pub(crate) faults: Faults,
+    pub(crate) load: Load,
+    pub(crate) fabric: Fabric,
+    /// Numbers the blocks that are handed over, as a block manager does.
+    pub(crate) blocks: AtomicU64,
+    ports: Mutex<Ports>,
+    incarnation: Mutex<Incarnation>,
+    life: Mutex<Life>,
+    connections_seen: AtomicU64,
+}
+
+impl Core {
+    pub(crate) fn ports(&self) -> Ports {
+        *self.ports.lock()
+    }
+
+    pub(crate) fn engine_id(&self) -> Arc<str> {
+        Arc::clone(&self.incarnation.lock().engine_id)
+    }
+
+    pub(crate) fn ledger(&self) -> Arc<Ledger> {
+        Arc::clone(&self.incarnation.lock().ledger)
+    }
+
+    /// The time it takes to compute `tokens` of prompt.
+    pub(crate) async fn compute(&self, tokens: usize) {
+        let settings = &self.settings;
+        let per_token = settings.prefill_delay_per_token.saturating_mul(u32::try_from(tokens).unwrap_or(u32::MAX));
+        let delay = settings.prefill_delay.saturating_add(per_token);
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
+        }
+        self.load.local_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
+    }
+
+    /// Stops listening; connections go on.
+    pub(crate) async fn close_listeners(&self) {
+        let listeners = {
+            let life = self.life.lock();
+            life.accepting.cancel();
+            life.listeners.close();
+            life.listeners.clone()
+        };
+        listeners.wait().await;
+    }
+
+    /// Resets every connection and drops all KV.
+    pub(crate) fn close_connections(&self) {
+        self.ledger().fail_all("the engine has stopped");
+        let life = self.life.lock();
+        life.serving.cancel();
+        life.connections.close();
+    }
+
+    async fn stop(&self) {
+        self.close_listeners().await;
+        self.close_connections();
+        let connections = self.life.lock().connections.clone();
+        connections.wait().await;
+        self.recorder.changed();
+    }
+
+    async fn listen(self: &Arc<Self>) -> io::Result<()> {
+        let wanted = self.ports();
+        let bind = |port: u16| TcpListener::bind(("127.0.0.1", port));
+        let main = bind(wanted.http).await?;
+        let mut ports = Ports { http: main.local_addr()?.port(), ..Ports::default() };
+        let mut fabric = Vec::new();
+        for (wanted, port) in [(wanted.bootstrap, &mut ports.bootstrap), (wanted.side_channel, &mut ports.side_channel)]
+        {
+            if let Some(wanted) = wanted {
+                let listener = bind(wanted).await?;
+                *port = Some(listener.local_addr()?.port());
+                fabric.push(listener);
+            }
+        }
+        *self.ports.lock() = ports;
+        let life = Life::new();
+        for listener in fabric {
+            let (core, serving) = (Arc::clone(self), life.serving.clone());
+            accept(&life, listener, move |stream| {
+                let (core, serving) = (Arc::clone(&core), serving.clone());
+                async move {
+                    let holder = || Holder {
+                        ledger: core.ledger(),
+                        engine_id: core.engine_id(),
+                        side_channel: core.ports().side_channel.unwrap_or_default(),
+                    };
+                    tokio::select! {
+                        // A peer that breaks the transfer's protocol loses its connection, which is all it needs to know.
+                        _ = fabric::serve(stream, holder) => {}
+                        () = serving.cancelled() => {}
+                    }
+                }
+            });
+        }
+        let (core, serving) = (Arc::clone(self), life.serving.clone());
+        accept(&life, main, move |stream| {
+            let number = core.connections_seen.fetch_add(1, Ordering::Relaxed);
+            http::serve(stream, number, Arc::clone(&core), serving.clone())
+        });
+        *self.life.lock() = life;
+        Ok(())
+    }
+}
+
+fn accept<Serve, Served>(life: &Life, listener: TcpListener, serve: Serve)
+where
+    Serve: Fn(TcpStream) -> Served + Send + 'static,
+    Served: Future<Output = ()> + Send + 'static,
+{
+    let (accepting, connections) = (life.accepting.clone(), life.connections.clone());
+    life.listeners.spawn(async move {
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                () = accepting.cancelled() => return,
+            };
+            match accepted {
+                Ok((stream, _)) => {
+                    connections.spawn(serve(stream));
+                }
+                // Out of file descriptors, most likely: let some connections end.
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            }
+        }
+    });
+}
+
+/// Answers a request as the engine does.
+pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
+    if let Some(key) = &core.settings.api_key {
+        let given = request.header("authorization");
+        if given.and_then(|value| value.strip_prefix("Bearer ")) != Some(key) {
+            return Reply::json(401, r#"{"error":"Unauthorized"}"#);
+        }
+    }
+    let instead = core.settings.overrides.iter().find(|(path, ..)| *path == request.path);
+    if let Some((_, status, body)) = instead {
+        return Reply::json(*status, body.clone());
+    }
+    match core.settings.engine {
+        Engine::Sglang => sglang::handle(core, request).await,
+        Engine::Vllm => vllm::handle(core, request).await,
+    }
+}
+
+/// Why a request gets no text.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) status: u16,
+    pub(crate) message: String,
+}
+
+impl Failure {
+    pub(crate) fn new(status: u16, message: impl Into<String>) -> Self {
+        Failure { status, message: message.into() }
+    }
+}
+
+/// What stands before the first token once it is there.
+pub(crate) struct Prefilled {
+    pub(crate) running: Running,
+    /// `kv_transfer_params` of the answer, as JSON.
+    pub(crate) transfer: Option<String>,
+}
+
+/// How an engine writes its answers.
+pub(crate) struct Format {
+    pub(crate) step: WriteStep,
+    pub(crate) whole: fn(&Job, Option<&str>) -> Vec<u8>,
+    /// The JSON of an error.
+    pub(crate) error: fn(&Job, &Failure) -> String,
+}
+
+/// Does `work`, which ends when the first token is there, and answers with the job's text.
+pub(crate) async fn deliver(
+    core: &Arc<Core>,
+    job: Arc<Job>,
+    format: &'static Format,
+    work: impl Future<Output = Result<Prefilled, Failure>> + Send + 'static,
+) -> Reply {
+    let token_delay = core.settings.token_delay;
+    let generated = job.completion_tokens() as u64;
+    if job.stream && core.settings.early_head {
+        let core = Arc::clone(core);
+        return Reply::events(Body::Later(Box::pin(async move {
+            match work.await {
+                Ok(prefilled) => {
+                    core.load.generated_tokens.fetch_add(generated, Ordering::Relaxed);
+                    Box::new(Events::new(job, format.step, token_delay, prefilled.running)) as Box<dyn Pieces>
+                }
+                Err(failure) => Box::new(FailedEvents::new((format.error)(&job, &failure))),
+            }
+        })));
+    }
+    let prefilled = match work.await {
+        Ok(prefilled) => prefilled,
+        Err(failure) => return Reply::json(failure.status, (format.error)(&job, &failure)),
+    };
+    core.load.generated_tokens.fetch_add(generated, Ordering::Relaxed);
+    if job.stream {
+        let events = Events::new(job, format.step, token_delay, prefilled.running);
+        return Reply::events(Body::Pieces(Box::new(events)));
+    }
+    let rest = u32::try_from(job.length - 1).unwrap_or(u32::MAX);
+    if !token_delay.is_zero() && rest > 0 {
+        tokio::time::sleep(token_delay.saturating_mul(rest)).await;
+    }
+    Reply::json(200, (format.whole)(&job, prefilled.transfer.as_deref()))
+}
+
+/// A stream that has failed after its head: the error as an event, then the end marker.
+struct FailedEvents(std::array::IntoIter<String, 2>);
+
+impl FailedEvents {
+    fn new(error: String) -> Self {
+        FailedEvents([format!("data: {error}\n\n"), "data: [DONE]\n\n".to_owned()].into_iter())
+    }
+}
+
+impl Pieces for FailedEvents {
+    fn next(&mut self, out: &mut Vec<u8>) -> Option<Duration> {
+        out.extend_from_slice(self.0.next()?.as_bytes());
+        Some(Duration::ZERO)
+    }
+}
+
+/// Sets up a [`MockEngine`]. Every method has a default that suits most tests.
+pub struct Builder {
+    settings: Settings,
+    ports: Ports,
+    engine_id: Option<String>,
+}
+
+impl Builder {
+    fn new() -> Self {
+        Builder {
+            settings: Settings {
+                engine: Engine::Vllm,
+                role: Role::Regular,
+                connector: Connector::None,
+                model: "m".to_owned(),
+                max_model_len: 131_072,
+                max_running: None,
+                dp_size: None,
+                prefill_delay: Duration::ZERO,
+                prefill_delay_per_token: Duration::ZERO,
+                token_delay: Duration::ZERO,
+                patience: Duration::from_secs(120),
+                early_head: false,
+                idle_close: None,
+                server_info: Vec::new(),
+                api_key: None,
+                overrides: Vec::new(),
+                records: 10_000,
+            },
+            ports: Ports::default(),
+            engine_id: None,
+        }
+    }
+
+    /// Which engine is played; vLLM by default.
+    pub fn engine(mut self, engine: Engine) -> Self {
+        self.settings.engine = engine;
+        self
+    }
+
+    /// The engine's part; regular by default.
+    pub fn role(mut self, role: Role) -> Self {
+        self.settings.role = role;
+        self
+    }
+
+    /// vLLM's KV connector; none by default.
+    pub fn connector(mut self, connector: Connector) -> Self {
+        self.settings.connector = connector;
+        self
+    }
+
+    /// Name of the served model; `m` by default.
+    pub fn model(mut self, model: impl Into<String>) -> Self {
+        self.settings.model = model.into();
+        self
+    }
+
+    /// Longest prompt and answer together, in tokens; 131,072 by default.
+    pub fn max_model_len(mut self, tokens: usize) -> Self {
+        self.settings.max_model_len = tokens;
+        self
+    }
+
+    /// Places in the running batch: more requests wait. No limit by default, and then none is reported.
+    pub fn max_running(mut self, requests: usize) -> Self {
+        self.settings.max_running = Some(requests);
+        self
+    }
+
+    /// Data parallel ranks: rank fields of requests are checked against it. Unchecked by default.
+    pub fn dp_size(mut self, ranks: u64) -> Self {
+        self.settings.dp_size = Some(ranks);
+        self
+    }
+
+    /// Time to compute any prompt.
+    pub fn prefill_delay(mut self, delay: Duration) -> Self {
+        self.settings.prefill_delay = delay;
+        self
+    }
+
+    /// Time to compute a prompt, per token.
+    pub fn prefill_delay_per_token(mut self, delay: Duration) -> Self {
+        self.settings.prefill_delay_per_token = delay;
+        self
+    }
+
+    /// Time between two tokens of an answer.
+    pub fn token_delay(mut self, delay: Duration) -> Self {
+        self.settings.token_delay = delay;
+        self
+    }
+
+    /// How long one side of a transfer waits for the other, and how long unfetched KV is kept; 120 s by default.
+    pub fn transfer_deadline(mut self, patience: Duration) -> Self {
+        self.settings.patience = patience;
+        self
+    }
+
+    /// Sends the head of a streamed answer before the work is done, so that its failure is an event under a 200.
+    pub fn early_head(mut self, early: bool) -> Self {
+        self.settings.early_head = early;
+        self
+    }
+
+    /// Closes connections that carry no request for this long. uvicorn's default is 5 s; here they stay open.
+    pub fn idle_close(mut self, after: Duration) -> Self {
+        self.settings.idle_close = Some(after);
+        self
+    }
+
+    /// Sets or replaces a field of SGLang's server info.
+    pub fn server_info(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Self {
+        self.settings.server_info.push((name.into(), value.into()));
+        self
+    }
+
+    /// Demands `Authorization: Bearer <key>` on every path.
+    pub fn api_key(mut self, key: impl Into<String>) -> Self {
+        self.settings.api_key = Some(key.into());
+        self
+    }
+
+    /// Answers this path with this status and JSON body, whatever the method.
+    pub fn override_path(mut self, path: impl Into<String>, status: u16, body: impl Into<Bytes>) -> Self {
+        self.settings.overrides.push((path.into(), status, body.into()));
+        self
+    }
+
+    /// Exchanges remembered; 0 turns recording off. 10,000 by default.
+    pub fn records(mut self, exchanges: usize) -> Self {
+        self.settings.records = exchanges;
+        self
+    }
+
+    /// HTTP port; a free one by default.
+    pub fn port(mut self, port: u16) -> Self {
+        self.ports.http = port;
+        self
+    }
+
+    /// Bootstrap port of a prefill engine (SGLang, Mooncake); a free one by default.
+    pub fn bootstrap_port(mut self, port: u16) -> Self {
+        self.ports.bootstrap = Some(port);
+        self
+    }
+
+    /// Side channel port of vLLM with NIXL or Mooncake; a free one by default.
+    pub fn side_channel_port(mut self, port: u16) -> Self {
+        self.ports.side_channel = Some(port);
+        self
+    }
+
+    /// The engine's first id; a random UUID by default, and after each restart.
+    pub fn engine_id(mut self, id: impl Into<String>) -> Self {
+        self.engine_id = Some(id.into());
+        self
+    }
+
+    /// Starts listening on 127.0.0.1.
+    pub async fn start(self) -> io::Result<MockEngine> {
+        let Builder { settings, mut ports, engine_id } = self;
+        let transfers =
+            settings.engine == Engine::Vllm && matches!(settings.connector, Connector::Nixl | Connector::Mooncake);
+        let bootstraps = settings.role == Role::Prefill
+            && (settings.engine == Engine::Sglang || settings.connector == Connector::Mooncake);
+        if transfers {
+            ports.side_channel.get_or_insert(0);
+        }
+        if bootstraps {
+            ports.bootstrap.get_or_insert(0);
+        }
+        let load = Load::default();
+        load.limit(settings.max_running);
+        let core = Arc::new(Core {
+            recorder: Arc::new(Recorder::new(settings.records)),
+            faults: Faults::default(),
+            load,
+            fabric: Fabric::default(),
+            blocks: AtomicU64::new(1),
+            ports: Mutex::new(ports),
+            incarnation: Mutex::new(Incarnation {
+                engine_id: engine_id.unwrap_or_else(new_engine_id).into(),
+                ledger: Arc::new(Ledger::new(settings.patience)),
+            }),
+            life: Mutex::new(Life::new()),
+            connections_seen: AtomicU64::new(0),
+            settings,
+        });
+        core.listen().await?;
+        Ok(MockEngine { core })
+    }
+}
+
+fn new_engine_id() -> String {
+    uuid::Uuid::new_v4().to_string()
+}
+
+/// A condition did not come true in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimedOut;
+
+impl std::fmt::Display for TimedOut {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("the condition did not come true in time")
+    }
+}
+
+impl std::error::Error for TimedOut {}
+
+/// A running mock engine. Dropping it stops it.
+pub struct MockEngine {
+    core: Arc<Core>,
+}
+
+impl MockEngine {
+    /// An engine to be set up.
+    pub fn builder() -> Builder {
+        Builder::new()
+    }
+
+    /// `http://127.0.0.1:<port>`.
+    pub fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port())
+    }
+
+    /// HTTP port.
+    pub fn port(&self) -> u16 {
+        self.core.ports().http
+    }
+
+    /// Bootstrap port, where there is one: SGLang and Mooncake prefill engines.
+    pub fn bootstrap_port(&self) -> Option<u16> {
+        self.core.ports().bootstrap
+    }
+
+    /// Side channel port, where there is one: vLLM with NIXL or Mooncake.
+    pub fn side_channel_port(&self) -> Option<u16> {
+        self.core.ports().side_channel
+    }
+
+    /// The id of this incarnation.
+    pub fn engine_id(&self) -> String {
+        self.core.engine_id().to_string()
+    }
+
+    /// Everything received, oldest first, as far as it is remembered.
+    pub fn requests(&self) -> Vec<Recorded> {
+        self.core.recorder.all()
+    }
+
+    /// The generation requests received.
+    pub fn generations(&self) -> Vec<Recorded> {
+        let mut requests = self.requests();
+        requests.retain(Recorded::is_generation);
+        requests
+    }
+
+    /// How many generation requests were received, forgotten and unrecorded ones included.
+    pub fn generation_count(&self) -> u64 {
+        self.core.recorder.generations()
+    }
+
+    /// Forgets what was received.
+    pub fn clear_requests(&self) {
+        self.core.recorder.clear();
+    }
+
+    /// Waits until `count` generation requests were received since the start.
+    pub async fn wait_for_generations(&self, count: u64, limit: Duration) -> Result<(), TimedOut> {
+        self.wait_until(limit, |engine| engine.generation_count() >= count).await
+    }
+
+    /// Waits until `condition` holds. It is looked at whenever an exchange begins or ends, and now and then.
+    pub async fn wait_until(&self, limit: Duration, condition: impl Fn(&MockEngine) -> bool) -> Result<(), TimedOut> {
+        let deadline = Instant::now() + limit;
+        let mut changes = self.core.recorder.subscribe();
+        loop {
+            changes.mark_unchanged();
+            if condition(self) {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(TimedOut);
+            }
+            let next_look = (Instant::now() + Duration::from_millis(10)).min(deadline);
+            // Either a change or the time for the next look.
+            let _ = tokio::time::timeout_at(next_look, changes.changed()).await;
+        }
+    }
+
+    /// Generation requests inside the engine now: from their last byte read to the end of their answer.
+    pub fn active(&self) -> usize {
+        self.core.load.active()
+    }
+
+    /// The most generation requests that were ever inside at once.
+    pub fn peak_active(&self) -> usize {
+        self.core.load.peak_active()
+    }
+
+    /// Requests in the running batch now.
+    pub fn running(&self) -> usize {
+        self.core.load.running()
+    }
+
+    /// The most requests that ever ran at once.
+    pub fn peak_running(&self) -> usize {
+        self.core.load.peak_running()
+    }
+
+    /// Requests that wait for a place in the running batch.
+    pub fn waiting(&self) -> usize {
+        self.core.load.waiting()
+    }
+
+    /// Changes the size of the running batch for requests to come.
+    pub fn set_max_running(&self, requests: Option<usize>) {
+        self.core.load.limit(requests);
+    }
+
+    /// Prompts whose KV is ready here and was not fetched.
+    pub fn held_kv(&self) -> usize {
+        self.core.ledger().held()
+    }
+
+    /// Prompt tokens computed here.
+    pub fn local_prompt_tokens(&self) -> u64 {
+        self.core.load.local_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Prompt tokens whose KV came from a prefill engine.
+    pub fn external_prompt_tokens(&self) -> u64 {
+        self.core.load.external_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Adds a fault. The first one added that meets a request applies, alone.
+    pub fn set_fault(&self, fault: Fault) {
+        self.core.faults.add(fault);
+    }
+
+    /// Removes all faults. Requests that met one keep it.
+    pub fn clear_faults(&self) {
+        self.core.faults.clear();
+    }
+
+    /// Stops: connections are reset, new ones refused, all KV is lost.
+    pub async fn stop(&self) {
+        self.core.stop().await;
+    }
+
+    /// Listens again after [`MockEngine::stop`], on the same ports and under the same id.
+    pub async fn start_again(&self) -> io::Result<()> {
+        self.core.listen().await
+    }
+
+    /// Stops and starts as a new process would: same ports, new engine id, no KV.
+    pub async fn restart(&self) -> io::Result<()> {
+        self.stop().await;
+        *self.core.incarnation.lock() = Incarnation {
+            engine_id: new_engine_id().into(),
+            ledger: Arc::new(Ledger::new(self.core.settings.patience)),
+        };
+        self.core.listen().await
+    }
+}
+
+impl Drop for MockEngine {
+    fn drop(&mut self) {
+        self.core.life.lock().accepting.cancel();
+        self.core.close_connections();
+    }
+}

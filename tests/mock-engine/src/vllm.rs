@@ -1,0 +1,470 @@
+//! vLLM 0.32: OpenAI routes, NIXL and Mooncake handoffs, metrics.
+//!
+//! What the engine does with handoff fields:
+//! - NIXL prefill (`do_remote_decode`): holds the KV when the answer ends by its token limit and names it in
+//!   `kv_transfer_params`; the KV stays until it is fetched or expires;
+//! - NIXL decode (`do_remote_prefill`): fetches from the address it is given; a failure is a 500; fields that are
+//!   missing kill the engine, as an assertion does in the real one;
+//! - Mooncake: the same by `transfer_id`, found through the prefill's bootstrap server, and decode may come first;
+//! - without them, or without a connector that knows them, the prompt is computed here, and the metrics say so.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::engine::{Connector, Core, Failure, Format, Prefilled, deliver};
+use crate::fabric::{NoKv, Take, starve};
+use crate::generate::{Api, Job, Step};
+use crate::http::{Reply, Request, extend};
+use crate::json::{Object, quoted};
+use crate::ledger::{Key, Kv};
+use crate::{CREATED, VERSION_VLLM as VERSION};
+
+const FINGERPRINT: &str = "vllm-0.32.0-4fde26ed";
+/// Tokens in a block of KV.
+const BLOCK: usize = 128;
+
+const FORMAT: Format =
+    Format { step: write_step, whole: write_whole, error: |_, failure| error(failure.status, &failure.message, None) };
+
+/// Answers a request as the engine does.
+pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
+    let get = request.method == "GET" || request.method == "HEAD";
+    let mut reply = match request.path.as_str() {
+        "/health" | "/ping" if get => Reply::empty(),
+        "/version" if get => Reply::json(200, format!(r#"{{"version":"{VERSION}"}}"#)),
+        "/v1/models" if get => Reply::json(200, models(core)),
+        "/load" if get => Reply::json(200, format!(r#"{{"server_load":{}}}"#, core.load.active())),
+        "/metrics" if get => Reply::text(metrics(core)),
+        "/v1/chat/completions" | "/v1/completions" if request.method == "POST" => match Api::of(&request.path) {
+            Some(api) => generate(core, api, request).await,
+            None => Reply::not_found(),
+        },
+        "/health" | "/ping" | "/version" | "/v1/models" | "/load" | "/metrics" => Reply::wrong_method("GET"),
+        "/v1/chat/completions" | "/v1/completions" => Reply::wrong_method("POST"),
+        _ => Reply::not_found(),
+    };
+    reply.headers.push(("vary".into(), "Origin".into()));
+    reply
+}
+
+/// An error as vLLM writes it.
+fn error(status: u16, message: &str, param: Option<&str>) -> String {
+    let kind = match status {
+        400 => "BadRequestError",
+        404 => "NotFoundError",
+        _ => "InternalServerError",
+    };
+    let param = param.map_or_else(|| "null".to_owned(), quoted);
+    format!(r#"{{"error":{{"message":{},"type":"{kind}","param":{param},"code":{status}}}}}"#, quoted(message))
+}
+
+fn bad_request(message: &str) -> Reply {
+    Reply::json(400, error(400, message, None))
+}
+
+async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
+    let object = match Object::parse(&request.body) {
+        Ok(object) => object,
+        Err(message) => return bad_request(&message),
+    };
+    let settings = &core.settings;
+    let read = Job::read(api, request, &object, &settings.model, settings.max_model_len);
+    let job = match read.and_then(|job| check(&object, &job).map(|()| job)) {
+        Ok(job) => job,
+        Err(message) => return bad_request(&message),
+    };
+    if job.model != quoted(&settings.model) {
+        let message = format!("The model `{}` does not exist.", job.model.trim_matches('"'));
+        return Reply::json(404, error(404, &message, Some("model")));
+    }
+    let handoff = match Handoff::read(core, &object, &job) {
+        Ok(handoff) => handoff,
+        Err(Unusable::Request(message)) => return bad_request(&message),
+        Err(Unusable::Fatal) => {
+            let message = "EngineCore encountered an issue. See stack trace (above) for the root cause.";
+            let mut reply = Reply::json(500, error(500, message, None));
+            reply.fatal = true;
+            return reply;
+        }
+    };
+    let job = Arc::new(job);
+    let work = work(Arc::clone(core), Arc::clone(&job), handoff);
+    deliver(core, job, &FORMAT, work).await
+}
+
+/// Validation beyond types.
+fn check(object: &Object<'_>, job: &Job) -> Result<(), String> {
+    if !job.stream && !object.object("stream_options")?.is_empty() {
+        return Err("Stream options can only be defined when `stream=True`.".to_owned());
+    }
+    let min_tokens = object.count("min_tokens")?.unwrap_or(0);
+    if job.capped && min_tokens > job.length as u64 {
+        return Err(format!("min_tokens must be less than or equal to max_tokens={}, got {min_tokens}.", job.length));
+    }
+    Ok(())
+}
+
+/// What the request's `kv_transfer_params` ask for.
+enum Handoff {
+    /// Nothing: the prompt is computed here and its KV stays here.
+    None,
+    /// Compute the prompt and hold its KV under this key; NIXL names it in the answer.
+    Hold { key: Key, named: bool },
+    /// Fetch the KV.
+    Fetch { source: Source, take: Take },
+}
+
+enum Source {
+    /// NIXL: the side channel of the prefill engine.
+    Engine { host: String, port: u16 },
+    /// Mooncake: the bootstrap server that knows it.
+    Bootstrap { address: String, engine_id: String },
+    /// Mooncake with an incomplete request: nothing can be fetched.
+    Nowhere,
+}
+
+enum Unusable {
+    Request(String),
+    Fatal,
+}
+
+impl From<String> for Unusable {
+    fn from(message: String) -> Self {
+        Unusable::Request(message)
+    }
+}
+
+impl Handoff {
+    fn read(core: &Core, object: &Object<'_>, job: &Job) -> Result<Self, Unusable> {
+        let connector = &core.settings.connector;
+        if !matches!(connector, Connector::Nixl | Connector::Mooncake) {
+            return Ok(Handoff::None);
+        }
+        let params = object.object("kv_transfer_params")?;
+        let fetch = params.flag("do_remote_prefill")?;
+        let hold = params.flag("do_remote_decode")?;
+        if hold {
+            if job.stream {
+                return Err(Unusable::Request("do_remote_decode needs an answer that is not streamed".to_owned()));
+            }
+            if job.n() > 1 {
+                return Err(Unusable::Request(
+                    "do_remote_decode needs n=1, one KV transfer cannot serve several samples".to_owned(),
+                ));
+            }
+        }
+        let first = job.samples.first().map_or(0, |prompt| prompt.digest);
+        match connector {
+            Connector::Nixl if fetch => {
+                let take = || -> Result<Option<(Source, Take)>, String> {
+                    let engine_id = params.string("remote_engine_id")?;
+                    let request_id = params.string("remote_request_id")?;
+                    let host = params.string("remote_host")?;
+                    let port = params.read::<u16>("remote_port")?;
+                    let blocks = params.read::<Vec<serde_json::Value>>("remote_block_ids")?;
+                    let (Some(engine_id), Some(request_id), Some(host), Some(port), Some(_)) =
+                        (engine_id, request_id, host, port, blocks)
+                    else {
+                        return Ok(None);
+                    };
+                    let source = Source::Engine { host: host.into_owned(), port };
+                    let take = Take {
+                        key: Key::Request(request_id.into_owned()),
+                        engine_id: Some(engine_id.into_owned()),
+                        prompt: first,
+                        rank: None,
+                        wait: false,
+                    };
+                    Ok(Some((source, take)))
+                };
+                // A field of a wrong type trips the same assertions as a missing one.
+                let (source, take) = take().ok().flatten().ok_or(Unusable::Fatal)?;
+                Ok(Handoff::Fetch { source, take })
+            }
+            Connector::Nixl if hold => {
+                let unique: u32 = rand::random();
+                let key = match job.api {
+                    Api::Chat => format!("{}-{unique:08x}", job.id),
+                    _ => format!("{}-0-{unique:08x}", job.id),
+                };
+                Ok(Handoff::Hold { key: Key::Request(key), named: true })
+            }
+            Connector::Mooncake if fetch => {
+                let transfer_id = params.string("transfer_id")?;
+                let engine_id = params.string("remote_engine_id")?;
+                let address = params.string("remote_bootstrap_addr")?;
+                let take = Take {
+                    key: Key::Transfer(transfer_id.clone().unwrap_or_default().into_owned()),
+                    engine_id: engine_id.clone().map(std::borrow::Cow::into_owned),
+                    prompt: first,
+                    rank: None,
+                    wait: true,
+                };
+                let source = match (transfer_id, engine_id, address) {
+                    (Some(_), Some(engine_id), Some(address)) => {
+                        Source::Bootstrap { address: address.into_owned(), engine_id: engine_id.into_owned() }
+                    }
+                    _ => Source::Nowhere,
+                };
+                Ok(Handoff::Fetch { source, take })
+            }
+            Connector::Mooncake if hold => {
+                let Some(transfer_id) = params.string("transfer_id")? else {
+                    return Ok(Handoff::None);
+                };
+                Ok(Handoff::Hold { key: Key::Transfer(transfer_id.into_owned()), named: false })
+            }
+            _ => Ok(Handoff::None),
+        }
+    }
+}
+
+async fn work(core: Arc<Core>, job: Arc<Job>, handoff: Handoff) -> Result<Prefilled, Failure> {
+    let internal = || Failure::new(500, "Internal server error");
+    match handoff {
+        Handoff::None => {
+            let running = core.load.run().await;
+            core.compute(job.prompt_tokens()).await;
+            Ok(Prefilled { running, transfer: None })
+        }
+        Handoff::Hold { key, named } => {
+            let hold = core.ledger().begin(&key).map_err(|_| internal())?;
+            let running = core.load.run().await;
+            core.compute(job.prompt_tokens()).await;
+            // An answer that ends by itself is finished for good: only one that was cut has a decode to come.
+            let mut transfer = None;
+            if job.capped
+                && let Some(prompt) = job.samples.first()
+            {
+                hold.ready(Kv { prompt: *prompt, rank: None });
+                hold.keep();
+                if named && let Key::Request(id) = &key {
+                    transfer = Some(transfer_params(&core, id, prompt.tokens));
+                }
+            }
+            Ok(Prefilled { running, transfer })
+        }
+        Handoff::Fetch { source, take } => {
+            let patience = core.settings.patience;
+            let fetched = tokio::time::timeout(patience, fetch(&core, &source, &take)).await;
+            let kv = match fetched {
+                Ok(Ok(kv)) => kv,
+                // Mooncake does not learn that it asked the wrong engine: it waits.
+                Ok(Err(NoKv::WrongEngine)) if matches!(source, Source::Bootstrap { .. }) => {
+                    starve(patience).await;
+                    return Err(internal());
+                }
+                Ok(Err(_)) | Err(_) => return Err(internal()),
+            };
+            // One piece of KV serves one prompt.
+            if job.samples.iter().any(|prompt| *prompt != kv.prompt) {
+                return Err(internal());
+            }
+            core.load.external_tokens.fetch_add(kv.prompt.tokens as u64, Ordering::Relaxed);
+            Ok(Prefilled { running: core.load.run().await, transfer: None })
+        }
+    }
+}
+
+async fn fetch(core: &Core, source: &Source, take: &Take) -> Result<Kv, NoKv> {
+    match source {
+        Source::Engine { host, port } => core.fabric.take(host, *port, take).await,
+        Source::Bootstrap { address, engine_id } => {
+            let (host, port) = core.fabric.query(address, engine_id).await?;
+            core.fabric.take(&host, port, take).await
+        }
+        Source::Nowhere => Err(NoKv::Refused("the handoff is incomplete".to_owned())),
+    }
+}
+
+/// `kv_transfer_params` of a NIXL prefill's answer.
+fn transfer_params(core: &Core, request_id: &str, tokens: usize) -> String {
+    let blocks = tokens.div_ceil(BLOCK) as u64;
+    let first = core.blocks.fetch_add(blocks, Ordering::Relaxed);
+    let ids: Vec<String> = (first..first + blocks).map(|id| id.to_string()).collect();
+    format!(
+        r#"{{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[{}]],"remote_engine_id":{},"remote_request_id":{},"remote_host":"127.0.0.1","remote_port":{},"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":{tokens},"remote_blocks_expiry_time":null,"transfer_mode":"pull","remote_prefill_cached_tokens":0}}"#,
+        ids.join(","),
+        quoted(&core.engine_id()),
+        quoted(request_id),
+        core.ports().side_channel.unwrap_or_default(),
+    )
+}
+
+fn write_whole(job: &Job, transfer: Option<&str>) -> Vec<u8> {
+    let mut out = Vec::with_capacity(1024 + job.completion_tokens() * 8);
+    let object = match job.api {
+        Api::Chat => "chat.completion",
+        _ => "text_completion",
+    };
+    extend(&mut out, &[r#"{"id":"#, &job.id_json, r#","object":""#, object]);
+    // Writing to a vector cannot fail.
+    let _ = write!(out, r#"","created":{CREATED},"model":{},"choices":["#, job.model);
+    for (index, prompt) in job.samples.iter().enumerate() {
+        if index > 0 {
+            out.push(b',');
+        }
+        let text = match job.api {
+            Api::Chat => r#","message":{"role":"assistant","content":""#,
+            _ => r#","text":""#,
+        };
+        extend(&mut out, &[r#"{"index":"#, &index.to_string(), text]);
+        prompt.write_tokens(job.length, &mut out);
+        if job.api == Api::Chat {
+            extend(
+                &mut out,
+                &[r#"","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null}"#],
+            );
+        } else {
+            out.push(b'"');
+        }
+        extend(&mut out, &[r#","logprobs":"#]);
+        job.write_logprobs(*prompt, 0..job.length, &mut out);
+        extend(
+            &mut out,
+            &[
+                r#","finish_reason":""#,
+                job.finish_reason(),
+                r#"","stop_reason":null,"token_ids":null,"#,
+                match job.api {
+                    Api::Chat => r#""routed_experts":null}"#,
+                    _ => r#""prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}"#,
+                },
+            ],
+        );
+    }
+    extend(&mut out, &[r#"],"service_tier":null,"system_fingerprint":""#, FINGERPRINT, r#"","usage":"#]);
+    write_usage(job, r#","prompt_tokens_details":null,"completion_tokens_details":null"#, &mut out);
+    extend(
+        &mut out,
+        &[
+            match job.api {
+                Api::Chat => r#","prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null"#,
+                _ => "",
+            },
+            r#","kv_transfer_params":"#,
+            transfer.unwrap_or("null"),
+            r#","ec_transfer_params":null,"metrics":null}"#,
+        ],
+    );
+    out
+}
+
+fn write_usage(job: &Job, details: &str, out: &mut Vec<u8>) {
+    let (prompt, completion) = (job.prompt_tokens(), job.completion_tokens());
+    let _ = write!(
+        out,
+        r#"{{"prompt_tokens":{prompt},"total_tokens":{},"completion_tokens":{completion}{details}}}"#,
+        prompt + completion
+    );
+}
+
+fn write_step(job: &Job, step: Step, out: &mut Vec<u8>) {
+    let chat = job.api == Api::Chat;
+    let object = if chat { "chat.completion.chunk" } else { "text_completion" };
+    let begin = |out: &mut Vec<u8>| {
+        extend(out, &[r#"data: {"id":"#, &job.id_json, r#","object":""#]);
+        let _ = write!(out, r#"{object}","created":{CREATED},"model":{},"choices":["#, job.model);
+    };
+    let fingerprint = |out: &mut Vec<u8>| {
+        extend(out, &[r#","system_fingerprint":""#, FINGERPRINT, r#"""#]);
+    };
+    match step {
+        Step::Open { sample } if chat => {
+            begin(out);
+            let _ = write!(
+                out,
+                r#"{{"index":{sample},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],"prompt_token_ids":null,"prompt_text":null}}"#
+            );
+        }
+        Step::Token { sample, index } => {
+            let Some(prompt) = job.samples.get(sample) else {
+                return;
+            };
+            let last = index + 1 == job.length;
+            begin(out);
+            let text = if chat { r#","delta":{"content":""# } else { r#","text":""# };
+            let _ = write!(out, r#"{{"index":{sample}{text}"#);
+            prompt.write_token(index, out);
+            extend(out, &[if chat { r#""}"# } else { r#"""# }, r#","logprobs":"#]);
+            job.write_logprobs(*prompt, index..index + 1, out);
+            extend(out, &[r#","finish_reason":"#]);
+            if last {
+                extend(out, &["\"", job.finish_reason(), "\""]);
+            } else {
+                extend(out, &["null"]);
+            }
+            if last || !chat {
+                extend(out, &[r#","stop_reason":null"#]);
+            }
+            if !chat {
+                extend(out, &[r#","prompt_token_ids":null"#]);
+            }
+            extend(out, &[r#","token_ids":null}]"#]);
+            if last {
+                fingerprint(out);
+            }
+            out.push(b'}');
+        }
+        Step::Usage if job.include_usage => {
+            begin(out);
+            extend(out, &[r#"],"usage":"#]);
+            write_usage(job, "", out);
+            fingerprint(out);
+            out.push(b'}');
+        }
+        Step::Done => extend(out, &["data: [DONE]"]),
+        Step::Open { .. } | Step::Close { .. } | Step::Usage => return,
+    }
+    extend(out, &["\n\n"]);
+}
+
+fn models(core: &Core) -> String {
+    let settings = &core.settings;
+    let model = quoted(&settings.model);
+    format!(
+        r#"{{"object":"list","data":[{{"id":{model},"object":"model","created":{CREATED},"owned_by":"vllm","root":{model},"parent":null,"max_model_len":{},"permission":[{{"id":"modelperm-{CREATED:016x}","object":"model_permission","created":{CREATED},"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}}]}}]}}"#,
+        settings.max_model_len
+    )
+}
+
+fn metrics(core: &Core) -> String {
+    let mut out = String::with_capacity(2048);
+    let model = quoted(&core.settings.model);
+    let load = &core.load;
+    let running = load.running() as f64;
+    let local = load.local_tokens.load(Ordering::Relaxed) as f64;
+    let external = load.external_tokens.load(Ordering::Relaxed) as f64;
+    let generated = load.generated_tokens.load(Ordering::Relaxed) as f64;
+    let usage = match core.settings.max_running {
+        Some(places) if places > 0 => (running / places as f64).min(1.0),
+        _ => 0.0,
+    };
+    let mut family = |name: &str, kind: &str, help: &str, series: &[(&str, f64)]| {
+        let sample = name.strip_suffix("_total").unwrap_or(name);
+        let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        let suffix = if kind == "counter" { "_total" } else { "" };
+        for (labels, value) in series {
+            let _ = writeln!(out, "{sample}{suffix}{{engine=\"0\",model_name={model}{labels}}} {value:?}");
+        }
+    };
+    family("vllm:num_requests_running", "gauge", "Number of requests in model execution batches.", &[("", running)]);
+    family(
+        "vllm:num_requests_waiting",
+        "gauge",
+        "Number of requests waiting to be processed.",
+        &[("", load.waiting() as f64)],
+    );
+    family("vllm:kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", &[("", usage)]);
+    family("vllm:prompt_tokens_total", "counter", "Number of prefill tokens processed.", &[("", local + external)]);
+    family(
+        "vllm:prompt_tokens_by_source_total",
+        "counter",
+        "Number of prompt tokens by source.",
+        &[(",source=\"local_compute\"", local), (",source=\"external_kv_transfer\"", external)],
+    );
+    family("vllm:generation_tokens_total", "counter", "Number of generation tokens processed.", &[("", generated)]);
+    out
+}

@@ -512,3 +512,36 @@ fn the_help_of_launch_lists_supported_flags_and_names_the_absent_ones() {
     assert!(text.contains("--prefill <URL> [PORT|none]"), "{text}");
     assert!(text.contains("--service-discovery"), "{text}");
 }
+
+/// The arguments of every `command:` of the compose file; they are written as JSON lists.
+fn compose_commands() -> Vec<Vec<String>> {
+    let lines = include_str!("../../deploy/compose.yaml").lines();
+    let lists = lines.filter_map(|line| line.trim().strip_prefix("command: "));
+    lists.map(|list| serde_json::from_str(list).unwrap()).collect()
+}
+
+/// The arguments of the `ExecStart=` of every unit, with systemd's variables filled in.
+fn unit_commands() -> Vec<Vec<String>> {
+    let units = [
+        include_str!("../../deploy/systemd/smg.service"),
+        include_str!("../../deploy/systemd/smg-controlplane.service"),
+        include_str!("../../deploy/systemd/smg-gateway.service"),
+    ];
+    let starts = units.iter().flat_map(|unit| unit.lines().filter_map(|line| line.strip_prefix("ExecStart=")));
+    let words = |start: &str| {
+        let words = start.split_whitespace().skip(1).filter(|word| !word.ends_with("_FLAGS"));
+        words.map(|word| word.replace("${STATE_DIRECTORY}", "/var/lib/smg")).collect()
+    };
+    starts.map(words).collect()
+}
+
+#[test]
+fn every_command_of_the_deployment_files_starts_something() {
+    let commands = [compose_commands(), unit_commands()].concat();
+    assert_eq!(commands.len(), 6);
+    for command in commands {
+        let line = format!("smg {}", command.join(" "));
+        let parsed = parse_line(&line).unwrap_or_else(|error| panic!("{line}: {error}"));
+        assert!(!matches!(parsed, Invocation::Print(_)), "{line}");
+    }
+}

@@ -103,7 +103,7 @@ class Processes:
                 process.kill()
                 process.wait()
                 unclean.append(f"{name} did not stop within {STOP_SECONDS} s")
-            if name == "smg" and process.returncode > 0:
+            if name == "smg" and process.returncode != 0:
                 unclean.append(f"smg ended with exit code {process.returncode}")
         if kind is not None or unclean:
             for name, _, log in self.running:

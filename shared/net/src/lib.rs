@@ -1,1 +1,29 @@
-//! Listeners, HTTP client, drain, backoff, named tasks.
+//! Sockets and time, for both planes.
+//!
+//! * [`serve`]: one accept loop for every listener, with a drain that cuts nothing before its deadline;
+//! * [`memory`]: a transport inside the process, so that one process with both planes runs the same services as two;
+//! * [`backoff`]: how long to wait before trying again;
+//! * [`spawn`]: named background tasks.
+
+pub mod backoff;
+pub mod memory;
+pub mod serve;
+
+use std::future::Future;
+
+use tracing::Instrument;
+
+/// Spawns a background task under a name, which is the span of its log lines.
+pub fn spawn<F>(name: &'static str, task: F) -> tokio::task::JoinHandle<F::Output>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    tokio::spawn(task.instrument(tracing::info_span!(target: "smg", "task", name)))
+}
+
+/// Milliseconds since the Unix epoch, for records that people read. Never compared between hosts.
+pub fn unix_millis() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

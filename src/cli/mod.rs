@@ -35,6 +35,8 @@ pub use controlplane::ControlPlaneArgs;
 pub use error::{CliError, EXIT_USAGE};
 pub use gateway::GatewayArgs;
 pub use launch::LaunchArgs;
+pub use limits::EdgeArgs;
+pub use process::ProcessArgs;
 
 /// What the process was asked to do.
 #[derive(Debug)]

@@ -13,12 +13,12 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::builder::Builder;
 use crate::fabric::{self, Fabric, Holder};
 use crate::fault::{Fault, Faults};
-use crate::generate::{Events, Job, WriteStep};
-use crate::http::{self, Body, Pieces, Reply, Request};
+use crate::http::{self, Reply, Request};
 use crate::ledger::Ledger;
-use crate::load::{Load, Running};
+use crate::load::Load;
 use crate::record::{Recorded, Recorder};
 use crate::{sglang, vllm};
 
@@ -84,9 +84,9 @@ pub(crate) struct Settings {
     pub(crate) early_head: bool,
     pub(crate) idle_close: Option<Duration>,
     pub(crate) server_info: Vec<(String, serde_json::Value)>,
-    api_key: Option<String>,
-    overrides: Vec<(String, u16, Bytes)>,
-    records: usize,
+    pub(crate) api_key: Option<String>,
+    pub(crate) overrides: Vec<(String, u16, Bytes)>,
+    pub(crate) records: usize,
 }
 
 /// Ports listened on; 0 asks the system for one and becomes what it gave.
@@ -273,282 +273,6 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
     }
 }
 
-/// Why a request gets no text.
-#[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) status: u16,
-    pub(crate) message: String,
-}
-
-impl Failure {
-    pub(crate) fn new(status: u16, message: impl Into<String>) -> Self {
-        Failure { status, message: message.into() }
-    }
-}
-
-/// What stands before the first token once it is there.
-pub(crate) struct Prefilled {
-    pub(crate) running: Running,
-    /// `kv_transfer_params` of the answer, as JSON.
-    pub(crate) transfer: Option<String>,
-}
-
-/// How an engine writes its answers.
-pub(crate) struct Format {
-    pub(crate) step: WriteStep,
-    pub(crate) whole: fn(&Job, Option<&str>) -> Vec<u8>,
-    /// The JSON of an error.
-    pub(crate) error: fn(&Job, &Failure) -> String,
-}
-
-/// Does `work`, which ends when the first token is there, and answers with the job's text.
-pub(crate) async fn deliver(
-    core: &Arc<Core>,
-    job: Arc<Job>,
-    format: &'static Format,
-    work: impl Future<Output = Result<Prefilled, Failure>> + Send + 'static,
-) -> Reply {
-    let token_delay = core.settings.token_delay;
-    let generated = job.completion_tokens() as u64;
-    if job.stream && core.settings.early_head {
-        let core = Arc::clone(core);
-        return Reply::events(Body::Later(Box::pin(async move {
-            match work.await {
-                Ok(prefilled) => {
-                    core.load.generated_tokens.fetch_add(generated, Ordering::Relaxed);
-                    Box::new(Events::new(job, format.step, token_delay, prefilled.running)) as Box<dyn Pieces>
-                }
-                Err(failure) => Box::new(FailedEvents::new((format.error)(&job, &failure))),
-            }
-        })));
-    }
-    let prefilled = match work.await {
-        Ok(prefilled) => prefilled,
-        Err(failure) => return Reply::json(failure.status, (format.error)(&job, &failure)),
-    };
-    core.load.generated_tokens.fetch_add(generated, Ordering::Relaxed);
-    if job.stream {
-        let events = Events::new(job, format.step, token_delay, prefilled.running);
-        return Reply::events(Body::Pieces(Box::new(events)));
-    }
-    let rest = u32::try_from(job.length - 1).unwrap_or(u32::MAX);
-    if !token_delay.is_zero() && rest > 0 {
-        tokio::time::sleep(token_delay.saturating_mul(rest)).await;
-    }
-    Reply::json(200, (format.whole)(&job, prefilled.transfer.as_deref()))
-}
-
-/// A stream that has failed after its head: the error as an event, then the end marker.
-struct FailedEvents(std::array::IntoIter<String, 2>);
-
-impl FailedEvents {
-    fn new(error: String) -> Self {
-        FailedEvents([format!("data: {error}\n\n"), "data: [DONE]\n\n".to_owned()].into_iter())
-    }
-}
-
-impl Pieces for FailedEvents {
-    fn next(&mut self, out: &mut Vec<u8>) -> Option<Duration> {
-        out.extend_from_slice(self.0.next()?.as_bytes());
-        Some(Duration::ZERO)
-    }
-}
-
-/// Sets up a [`MockEngine`]. Every method has a default that suits most tests.
-pub struct Builder {
-    settings: Settings,
-    ports: Ports,
-    engine_id: Option<String>,
-}
-
-impl Builder {
-    fn new() -> Self {
-        Builder {
-            settings: Settings {
-                engine: Engine::Vllm,
-                role: Role::Regular,
-                connector: Connector::None,
-                model: "m".to_owned(),
-                max_model_len: 131_072,
-                max_running: None,
-                dp_size: None,
-                prefill_delay: Duration::ZERO,
-                prefill_delay_per_token: Duration::ZERO,
-                token_delay: Duration::ZERO,
-                patience: Duration::from_secs(120),
-                early_head: false,
-                idle_close: None,
-                server_info: Vec::new(),
-                api_key: None,
-                overrides: Vec::new(),
-                records: 10_000,
-            },
-            ports: Ports::default(),
-            engine_id: None,
-        }
-    }
-
-    /// Which engine is played; vLLM by default.
-    pub fn engine(mut self, engine: Engine) -> Self {
-        self.settings.engine = engine;
-        self
-    }
-
-    /// The engine's part; regular by default.
-    pub fn role(mut self, role: Role) -> Self {
-        self.settings.role = role;
-        self
-    }
-
-    /// vLLM's KV connector; none by default.
-    pub fn connector(mut self, connector: Connector) -> Self {
-        self.settings.connector = connector;
-        self
-    }
-
-    /// Name of the served model; `m` by default.
-    pub fn model(mut self, model: impl Into<String>) -> Self {
-        self.settings.model = model.into();
-        self
-    }
-
-    /// Longest prompt and answer together, in tokens; 131,072 by default.
-    pub fn max_model_len(mut self, tokens: usize) -> Self {
-        self.settings.max_model_len = tokens;
-        self
-    }
-
-    /// Places in the running batch: more requests wait. No limit by default, and then none is reported.
-    pub fn max_running(mut self, requests: usize) -> Self {
-        self.settings.max_running = Some(requests);
-        self
-    }
-
-    /// Data parallel ranks: rank fields of requests are checked against it. Unchecked by default.
-    pub fn dp_size(mut self, ranks: u64) -> Self {
-        self.settings.dp_size = Some(ranks);
-        self
-    }
-
-    /// Time to compute any prompt.
-    pub fn prefill_delay(mut self, delay: Duration) -> Self {
-        self.settings.prefill_delay = delay;
-        self
-    }
-
-    /// Time to compute a prompt, per token.
-    pub fn prefill_delay_per_token(mut self, delay: Duration) -> Self {
-        self.settings.prefill_delay_per_token = delay;
-        self
-    }
-
-    /// Time between two tokens of an answer.
-    pub fn token_delay(mut self, delay: Duration) -> Self {
-        self.settings.token_delay = delay;
-        self
-    }
-
-    /// How long one side of a transfer waits for the other, and how long unfetched KV is kept; 120 s by default.
-    pub fn transfer_deadline(mut self, patience: Duration) -> Self {
-        self.settings.patience = patience;
-        self
-    }
-
-    /// Sends the head of a streamed answer before the work is done, so that its failure is an event under a 200.
-    pub fn early_head(mut self, early: bool) -> Self {
-        self.settings.early_head = early;
-        self
-    }
-
-    /// Closes connections that carry no request for this long. uvicorn's default is 5 s; here they stay open.
-    pub fn idle_close(mut self, after: Duration) -> Self {
-        self.settings.idle_close = Some(after);
-        self
-    }
-
-    /// Sets or replaces a field of SGLang's server info.
-    pub fn server_info(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Self {
-        self.settings.server_info.push((name.into(), value.into()));
-        self
-    }
-
-    /// Demands `Authorization: Bearer <key>` on every path.
-    pub fn api_key(mut self, key: impl Into<String>) -> Self {
-        self.settings.api_key = Some(key.into());
-        self
-    }
-
-    /// Answers this path with this status and JSON body, whatever the method.
-    pub fn override_path(mut self, path: impl Into<String>, status: u16, body: impl Into<Bytes>) -> Self {
-        self.settings.overrides.push((path.into(), status, body.into()));
-        self
-    }
-
-    /// Exchanges remembered; 0 turns recording off. 10,000 by default.
-    pub fn records(mut self, exchanges: usize) -> Self {
-        self.settings.records = exchanges;
-        self
-    }
-
-    /// HTTP port; a free one by default.
-    pub fn port(mut self, port: u16) -> Self {
-        self.ports.http = port;
-        self
-    }
-
-    /// Bootstrap port of a prefill engine (SGLang, Mooncake); a free one by default.
-    pub fn bootstrap_port(mut self, port: u16) -> Self {
-        self.ports.bootstrap = Some(port);
-        self
-    }
-
-    /// Side channel port of vLLM with NIXL or Mooncake; a free one by default.
-    pub fn side_channel_port(mut self, port: u16) -> Self {
-        self.ports.side_channel = Some(port);
-        self
-    }
-
-    /// The engine's first id; a random UUID by default, and after each restart.
-    pub fn engine_id(mut self, id: impl Into<String>) -> Self {
-        self.engine_id = Some(id.into());
-        self
-    }
-
-    /// Starts listening on 127.0.0.1.
-    pub async fn start(self) -> io::Result<MockEngine> {
-        let Builder { settings, mut ports, engine_id } = self;
-        let transfers =
-            settings.engine == Engine::Vllm && matches!(settings.connector, Connector::Nixl | Connector::Mooncake);
-        let bootstraps = settings.role == Role::Prefill
-            && (settings.engine == Engine::Sglang || settings.connector == Connector::Mooncake);
-        if transfers {
-            ports.side_channel.get_or_insert(0);
-        }
-        if bootstraps {
-            ports.bootstrap.get_or_insert(0);
-        }
-        let load = Load::default();
-        load.limit(settings.max_running);
-        let core = Arc::new(Core {
-            recorder: Arc::new(Recorder::new(settings.records)),
-            faults: Faults::default(),
-            load,
-            fabric: Fabric::default(),
-            blocks: AtomicU64::new(1),
-            ports: Mutex::new(ports),
-            incarnation: Mutex::new(Incarnation {
-                engine_id: engine_id.unwrap_or_else(new_engine_id).into(),
-                ledger: Arc::new(Ledger::new(settings.patience)),
-            }),
-            life: Mutex::new(Life::new()),
-            connections_seen: AtomicU64::new(0),
-            settings,
-        });
-        core.listen().await?;
-        Ok(MockEngine { core })
-    }
-}
-
 fn new_engine_id() -> String {
     uuid::Uuid::new_v4().to_string()
 }
@@ -571,6 +295,28 @@ pub struct MockEngine {
 }
 
 impl MockEngine {
+    pub(crate) async fn start(settings: Settings, ports: Ports, engine_id: Option<String>) -> io::Result<Self> {
+        let load = Load::default();
+        load.limit(settings.max_running);
+        let core = Arc::new(Core {
+            recorder: Arc::new(Recorder::new(settings.records)),
+            faults: Faults::default(),
+            load,
+            fabric: Fabric::default(),
+            blocks: AtomicU64::new(1),
+            ports: Mutex::new(ports),
+            incarnation: Mutex::new(Incarnation {
+                engine_id: engine_id.unwrap_or_else(new_engine_id).into(),
+                ledger: Arc::new(Ledger::new(settings.patience)),
+            }),
+            life: Mutex::new(Life::new()),
+            connections_seen: AtomicU64::new(0),
+            settings,
+        });
+        core.listen().await?;
+        Ok(MockEngine { core })
+    }
+
     /// An engine to be set up.
     pub fn builder() -> Builder {
         Builder::new()

@@ -4,28 +4,27 @@
 //! byte per write, an answer that never ends. One task owns a connection; while an answer is under way it also watches
 //! for the peer's FIN or reset, and drops the answer (with everything it holds) when that comes.
 
+mod receive;
+mod send;
+
 use std::borrow::Cow;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use futures::future::BoxFuture;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio_util::sync::CancellationToken;
 
+use self::receive::read_request;
+use self::send::Sender;
 use crate::engine::Core;
-use crate::fault::{Ending, Fault, Limit};
+use crate::fault::{Ending, Fault};
 use crate::record::Exchange;
 
-/// Longest request head, in bytes.
-const LONGEST_HEAD: usize = 256 * 1024;
-/// Longest request body, in bytes.
-const LONGEST_BODY: u64 = 512 * 1024 * 1024;
-/// Bytes of events that are collected into one write when none of them has to wait.
-const WRITE_SIZE: usize = 16 * 1024;
 /// Bytes of a next request that are read while an answer is under way.
 const READ_AHEAD: usize = 64 * 1024;
 
@@ -189,132 +188,6 @@ async fn peer_gone(read: &mut ReadHalf<'_>, buffer: &mut BytesMut) {
     std::future::pending().await
 }
 
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
-}
-
-async fn read_request(
-    stream: &mut TcpStream,
-    buffer: &mut BytesMut,
-    idle_close: Option<Duration>,
-) -> io::Result<Option<Request>> {
-    if buffer.is_empty() {
-        let first = stream.read_buf(buffer);
-        let length = match idle_close {
-            Some(limit) => tokio::time::timeout(limit, first).await.unwrap_or(Ok(0))?,
-            None => first.await?,
-        };
-        if length == 0 {
-            return Ok(None);
-        }
-    }
-    let (mut request, framing, head) = loop {
-        if let Some(parsed) = parse_head(buffer)? {
-            break parsed;
-        }
-        if buffer.len() > LONGEST_HEAD {
-            return Err(invalid("the head is too long"));
-        }
-        if stream.read_buf(buffer).await? == 0 {
-            return Ok(None);
-        }
-    };
-    buffer.advance(head);
-    let complete = match framing {
-        Framing::Length(length) => buffer.len() as u64 >= length,
-        Framing::Chunked => false,
-    };
-    if !complete && request.header("expect").is_some_and(|value| value.eq_ignore_ascii_case("100-continue")) {
-        stream.write_all(b"HTTP/1.1 100 Continue\r\n\r\n").await?;
-    }
-    request.body = match framing {
-        Framing::Length(length) => {
-            let length = usize::try_from(length).map_err(|_| invalid("too long"))?;
-            buffer.reserve(length.saturating_sub(buffer.len()));
-            fill(stream, buffer, length).await?;
-            buffer.split_to(length).freeze()
-        }
-        Framing::Chunked => read_chunks(stream, buffer).await?,
-    };
-    Ok(Some(request))
-}
-
-enum Framing {
-    Length(u64),
-    Chunked,
-}
-
-fn parse_head(buffer: &[u8]) -> io::Result<Option<(Request, Framing, usize)>> {
-    let mut headers = [httparse::EMPTY_HEADER; 128];
-    let mut parsed = httparse::Request::new(&mut headers);
-    let status = parsed.parse(buffer).map_err(|error| invalid(&error.to_string()))?;
-    let httparse::Status::Complete(length) = status else {
-        return Ok(None);
-    };
-    let target = parsed.path.unwrap_or("/");
-    let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    let request = Request {
-        method: parsed.method.unwrap_or_default().to_owned(),
-        path: path.to_owned(),
-        query: query.to_owned(),
-        headers: parsed.headers.iter().map(|header| (header.name.to_owned(), header.value.to_vec())).collect(),
-        body: Bytes::new(),
-        keep_alive: false,
-    };
-    let connection = request.header("connection").unwrap_or_default();
-    let keep_alive = match parsed.version {
-        Some(1) => !connection.eq_ignore_ascii_case("close"),
-        _ => connection.eq_ignore_ascii_case("keep-alive"),
-    };
-    let chunked =
-        request.header("transfer-encoding").is_some_and(|coding| coding.to_ascii_lowercase().ends_with("chunked"));
-    let framing = match request.header("content-length") {
-        _ if chunked => Framing::Chunked,
-        None => Framing::Length(0),
-        Some(length) => match length.trim().parse() {
-            Ok(length) if length <= LONGEST_BODY => Framing::Length(length),
-            _ => return Err(invalid("bad content-length")),
-        },
-    };
-    Ok(Some((Request { keep_alive, ..request }, framing, length)))
-}
-
-/// Reads until `buffer` holds `length` bytes.
-async fn fill(stream: &mut TcpStream, buffer: &mut BytesMut, length: usize) -> io::Result<()> {
-    while buffer.len() < length {
-        if stream.read_buf(buffer).await? == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-    }
-    Ok(())
-}
-
-async fn read_chunks(stream: &mut TcpStream, buffer: &mut BytesMut) -> io::Result<Bytes> {
-    let mut body = BytesMut::new();
-    loop {
-        let parsed = httparse::parse_chunk_size(buffer).map_err(|_| invalid("bad chunk size"))?;
-        let httparse::Status::Complete((head, size)) = parsed else {
-            let next = buffer.len() + 1;
-            fill(stream, buffer, next).await?;
-            continue;
-        };
-        buffer.advance(head);
-        if size == 0 {
-            // Trailers, if any, end with an empty line; none are expected of a gateway.
-            fill(stream, buffer, 2).await?;
-            buffer.advance(2);
-            return Ok(body.freeze());
-        }
-        if body.len() as u64 + size > LONGEST_BODY {
-            return Err(invalid("the body is too long"));
-        }
-        let size = usize::try_from(size).map_err(|_| invalid("too long"))?;
-        fill(stream, buffer, size + 2).await?;
-        body.extend_from_slice(&buffer[..size]);
-        buffer.advance(size + 2);
-    }
-}
-
 /// Answers one request, as its fault demands. The result says how the connection goes on.
 async fn answer(core: &Arc<Core>, request: Request, write: WriteHalf<'_>, exchange: &Exchange) -> Ending {
     let _active = request.is_generation().then(|| core.load.enter());
@@ -353,209 +226,8 @@ async fn answer(core: &Arc<Core>, request: Request, write: WriteHalf<'_>, exchan
     ending
 }
 
-struct Sender<'a> {
-    write: WriteHalf<'a>,
-    exchange: &'a Exchange,
-    out: Vec<u8>,
-}
-
-impl Sender<'_> {
-    async fn send(
-        &mut self,
-        reply: Reply,
-        fault: Option<&Fault>,
-        keep_alive: bool,
-        bodiless: bool,
-    ) -> io::Result<Ending> {
-        let malformed = fault.is_some_and(|fault| fault.malformed);
-        let mut body = reply.body;
-        if malformed && let Body::Whole(bytes) = &mut body {
-            bytes.truncate(bytes.len() / 2);
-        }
-        let length = match &body {
-            Body::Whole(bytes) => Some(bytes.len()),
-            Body::Pieces(_) | Body::Later(_) => None,
-        };
-        self.head(reply.status, &reply.headers, length, keep_alive);
-        self.exchange.status(reply.status);
-        if bodiless {
-            self.flush().await?;
-            return Ok(Ending::Proper);
-        }
-        if let Some(fault) = fault
-            && !fault.delay_body.is_zero()
-        {
-            self.flush().await?;
-            tokio::time::sleep(fault.delay_body).await;
-        }
-        match body {
-            Body::Whole(bytes) if fault.is_none() => {
-                self.out.extend_from_slice(&bytes);
-                self.flush().await?;
-                Ok(Ending::Proper)
-            }
-            Body::Whole(bytes) => self.pieces(Box::new(Once(Some(bytes))), false, fault).await,
-            Body::Pieces(pieces) if malformed => self.pieces(Box::new(Halved(pieces)), true, fault).await,
-            Body::Pieces(pieces) => self.pieces(pieces, true, fault).await,
-            Body::Later(pieces) => {
-                self.flush().await?;
-                let pieces = pieces.await;
-                self.pieces(pieces, true, fault).await
-            }
-        }
-    }
-
-    /// The head in uvicorn's order: date, server, length, the answer's own headers.
-    fn head(&mut self, status: u16, headers: &[(Text, Text)], length: Option<usize>, keep_alive: bool) {
-        let date = httpdate::fmt_http_date(SystemTime::now());
-        let reason = reason(status);
-        let out = &mut self.out;
-        extend(out, &["HTTP/1.1 ", &status.to_string(), " ", reason]);
-        extend(out, &["\r\ndate: ", &date, "\r\nserver: uvicorn\r\n"]);
-        if let Some(length) = length {
-            extend(out, &["content-length: ", &length.to_string(), "\r\n"]);
-        }
-        for (name, value) in headers {
-            extend(out, &[name, ": ", value, "\r\n"]);
-        }
-        if !keep_alive {
-            extend(out, &["connection: close\r\n"]);
-        }
-        if length.is_none() {
-            extend(out, &["transfer-encoding: chunked\r\n"]);
-        }
-        extend(out, &["\r\n"]);
-    }
-
-    async fn pieces(
-        &mut self,
-        mut pieces: Box<dyn Pieces>,
-        chunked: bool,
-        fault: Option<&Fault>,
-    ) -> io::Result<Ending> {
-        let (limit, ending) = fault.and_then(|fault| fault.end).unwrap_or((Limit::Whole, Ending::Proper));
-        let drip = fault.and_then(|fault| fault.drip);
-        let (mut bytes_left, mut events_left) = match limit {
-            Limit::Bytes(bytes) => (bytes, u64::MAX),
-            Limit::Events(events) => (u64::MAX, events),
-            Limit::Whole => (u64::MAX, u64::MAX),
-        };
-        let mut complete = false;
-        let mut piece = Vec::with_capacity(512);
-        while bytes_left > 0 && events_left > 0 {
-            piece.clear();
-            let Some(pause) = pieces.next(&mut piece) else {
-                complete = true;
-                break;
-            };
-            if !pause.is_zero() {
-                self.flush().await?;
-                tokio::time::sleep(pause).await;
-            }
-            piece.truncate(usize::try_from(bytes_left).unwrap_or(usize::MAX));
-            bytes_left -= piece.len() as u64;
-            events_left -= 1;
-            match drip {
-                None => self.frame(&piece, chunked),
-                Some(gap) => {
-                    for byte in &piece {
-                        self.flush().await?;
-                        tokio::time::sleep(gap).await;
-                        self.frame(std::slice::from_ref(byte), chunked);
-                    }
-                }
-            }
-            if self.out.len() >= WRITE_SIZE || pieces.one_write_each() {
-                self.flush().await?;
-            }
-        }
-        if ending == Ending::Proper && chunked {
-            self.out.extend_from_slice(b"0\r\n\r\n");
-        }
-        self.flush().await?;
-        match ending {
-            // The declared length was not reached: only a close can end it.
-            Ending::Proper if !chunked && !complete => Ok(Ending::Close),
-            Ending::Stall => std::future::pending().await,
-            other => Ok(other),
-        }
-    }
-
-    fn frame(&mut self, piece: &[u8], chunked: bool) {
-        if piece.is_empty() {
-            // An empty chunk would end the body.
-            return;
-        }
-        if chunked {
-            extend(&mut self.out, &[&format!("{:x}\r\n", piece.len())]);
-        }
-        self.out.extend_from_slice(piece);
-        if chunked {
-            self.out.extend_from_slice(b"\r\n");
-        }
-    }
-
-    async fn flush(&mut self) -> io::Result<()> {
-        let mut rest = self.out.as_slice();
-        while !rest.is_empty() {
-            let written = self.write.write(rest).await?;
-            if written == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
-            self.exchange.sent(written);
-            rest = &rest[written..];
-        }
-        self.out.clear();
-        Ok(())
-    }
-}
-
-struct Once(Option<Bytes>);
-
-impl Pieces for Once {
-    fn next(&mut self, out: &mut Vec<u8>) -> Option<Duration> {
-        out.extend_from_slice(&self.0.take()?);
-        Some(Duration::ZERO)
-    }
-}
-
-/// Each event cut in half.
-struct Halved(Box<dyn Pieces>);
-
-impl Pieces for Halved {
-    fn next(&mut self, out: &mut Vec<u8>) -> Option<Duration> {
-        let start = out.len();
-        let pause = self.0.next(out)?;
-        out.truncate(start + (out.len() - start) / 2);
-        out.extend_from_slice(b"\n\n");
-        Some(pause)
-    }
-}
-
 pub(crate) fn extend(out: &mut Vec<u8>, parts: &[&str]) {
     for part in parts {
         out.extend_from_slice(part.as_bytes());
-    }
-}
-
-fn reason(status: u16) -> &'static str {
-    match status {
-        200 => "OK",
-        202 => "Accepted",
-        400 => "Bad Request",
-        401 => "Unauthorized",
-        403 => "Forbidden",
-        404 => "Not Found",
-        405 => "Method Not Allowed",
-        408 => "Request Timeout",
-        413 => "Request Entity Too Large",
-        422 => "Unprocessable Entity",
-        429 => "Too Many Requests",
-        500 => "Internal Server Error",
-        501 => "Not Implemented",
-        502 => "Bad Gateway",
-        503 => "Service Unavailable",
-        504 => "Gateway Timeout",
-        _ => "Status",
     }
 }

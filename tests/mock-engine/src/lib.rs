@@ -23,6 +23,8 @@
 //! # }
 //! ```
 
+mod answer;
+mod builder;
 mod engine;
 mod fabric;
 mod fault;
@@ -36,7 +38,8 @@ mod sglang;
 mod text;
 mod vllm;
 
-pub use engine::{Builder, Connector, Engine, MockEngine, Role, TimedOut};
+pub use builder::Builder;
+pub use engine::{Connector, Engine, MockEngine, Role, TimedOut};
 pub use fault::Fault;
 pub use record::Recorded;
 

@@ -8,25 +8,29 @@
 //! - Mooncake: the same by `transfer_id`, found through the prefill's bootstrap server, and decode may come first;
 //! - without them, or without a connector that knows them, the prompt is computed here, and the metrics say so.
 
-use std::fmt::Write as _;
-use std::io::Write as _;
+mod probes;
+mod write;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::engine::{Connector, Core, Failure, Format, Prefilled, deliver};
+use crate::VERSION_VLLM as VERSION;
+use crate::answer::{Failure, Format, Prefilled, deliver};
+use crate::engine::{Connector, Core};
 use crate::fabric::{NoKv, Take, starve};
-use crate::generate::{Api, Job, Step};
-use crate::http::{Reply, Request, extend};
+use crate::generate::{Api, Job};
+use crate::http::{Reply, Request};
 use crate::json::{Object, quoted};
 use crate::ledger::{Key, Kv};
-use crate::{CREATED, VERSION_VLLM as VERSION};
 
-const FINGERPRINT: &str = "vllm-0.32.0-4fde26ed";
 /// Tokens in a block of KV.
 const BLOCK: usize = 128;
 
-const FORMAT: Format =
-    Format { step: write_step, whole: write_whole, error: |_, failure| error(failure.status, &failure.message, None) };
+const FORMAT: Format = Format {
+    step: write::write_step,
+    whole: write::write_whole,
+    error: |_, failure| error(failure.status, &failure.message, None),
+};
 
 /// Answers a request as the engine does.
 pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
@@ -34,9 +38,9 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
     let mut reply = match request.path.as_str() {
         "/health" | "/ping" if get => Reply::empty(),
         "/version" if get => Reply::json(200, format!(r#"{{"version":"{VERSION}"}}"#)),
-        "/v1/models" if get => Reply::json(200, models(core)),
+        "/v1/models" if get => Reply::json(200, probes::models(core)),
         "/load" if get => Reply::json(200, format!(r#"{{"server_load":{}}}"#, core.load.active())),
-        "/metrics" if get => Reply::text(metrics(core)),
+        "/metrics" if get => Reply::text(probes::metrics(core)),
         "/v1/chat/completions" | "/v1/completions" if request.method == "POST" => match Api::of(&request.path) {
             Some(api) => generate(core, api, request).await,
             None => Reply::not_found(),
@@ -291,180 +295,4 @@ fn transfer_params(core: &Core, request_id: &str, tokens: usize) -> String {
         quoted(request_id),
         core.ports().side_channel.unwrap_or_default(),
     )
-}
-
-fn write_whole(job: &Job, transfer: Option<&str>) -> Vec<u8> {
-    let mut out = Vec::with_capacity(1024 + job.completion_tokens() * 8);
-    let object = match job.api {
-        Api::Chat => "chat.completion",
-        _ => "text_completion",
-    };
-    extend(&mut out, &[r#"{"id":"#, &job.id_json, r#","object":""#, object]);
-    // Writing to a vector cannot fail.
-    let _ = write!(out, r#"","created":{CREATED},"model":{},"choices":["#, job.model);
-    for (index, prompt) in job.samples.iter().enumerate() {
-        if index > 0 {
-            out.push(b',');
-        }
-        let text = match job.api {
-            Api::Chat => r#","message":{"role":"assistant","content":""#,
-            _ => r#","text":""#,
-        };
-        extend(&mut out, &[r#"{"index":"#, &index.to_string(), text]);
-        prompt.write_tokens(job.length, &mut out);
-        if job.api == Api::Chat {
-            extend(
-                &mut out,
-                &[r#"","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null}"#],
-            );
-        } else {
-            out.push(b'"');
-        }
-        extend(&mut out, &[r#","logprobs":"#]);
-        job.write_logprobs(*prompt, 0..job.length, &mut out);
-        extend(
-            &mut out,
-            &[
-                r#","finish_reason":""#,
-                job.finish_reason(),
-                r#"","stop_reason":null,"token_ids":null,"#,
-                match job.api {
-                    Api::Chat => r#""routed_experts":null}"#,
-                    _ => r#""prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}"#,
-                },
-            ],
-        );
-    }
-    extend(&mut out, &[r#"],"service_tier":null,"system_fingerprint":""#, FINGERPRINT, r#"","usage":"#]);
-    write_usage(job, r#","prompt_tokens_details":null,"completion_tokens_details":null"#, &mut out);
-    extend(
-        &mut out,
-        &[
-            match job.api {
-                Api::Chat => r#","prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null"#,
-                _ => "",
-            },
-            r#","kv_transfer_params":"#,
-            transfer.unwrap_or("null"),
-            r#","ec_transfer_params":null,"metrics":null}"#,
-        ],
-    );
-    out
-}
-
-fn write_usage(job: &Job, details: &str, out: &mut Vec<u8>) {
-    let (prompt, completion) = (job.prompt_tokens(), job.completion_tokens());
-    let _ = write!(
-        out,
-        r#"{{"prompt_tokens":{prompt},"total_tokens":{},"completion_tokens":{completion}{details}}}"#,
-        prompt + completion
-    );
-}
-
-fn write_step(job: &Job, step: Step, out: &mut Vec<u8>) {
-    let chat = job.api == Api::Chat;
-    let object = if chat { "chat.completion.chunk" } else { "text_completion" };
-    let begin = |out: &mut Vec<u8>| {
-        extend(out, &[r#"data: {"id":"#, &job.id_json, r#","object":""#]);
-        let _ = write!(out, r#"{object}","created":{CREATED},"model":{},"choices":["#, job.model);
-    };
-    let fingerprint = |out: &mut Vec<u8>| {
-        extend(out, &[r#","system_fingerprint":""#, FINGERPRINT, r#"""#]);
-    };
-    match step {
-        Step::Open { sample } if chat => {
-            begin(out);
-            let _ = write!(
-                out,
-                r#"{{"index":{sample},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],"prompt_token_ids":null,"prompt_text":null}}"#
-            );
-        }
-        Step::Token { sample, index } => {
-            let Some(prompt) = job.samples.get(sample) else {
-                return;
-            };
-            let last = index + 1 == job.length;
-            begin(out);
-            let text = if chat { r#","delta":{"content":""# } else { r#","text":""# };
-            let _ = write!(out, r#"{{"index":{sample}{text}"#);
-            prompt.write_token(index, out);
-            extend(out, &[if chat { r#""}"# } else { r#"""# }, r#","logprobs":"#]);
-            job.write_logprobs(*prompt, index..index + 1, out);
-            extend(out, &[r#","finish_reason":"#]);
-            if last {
-                extend(out, &["\"", job.finish_reason(), "\""]);
-            } else {
-                extend(out, &["null"]);
-            }
-            if last || !chat {
-                extend(out, &[r#","stop_reason":null"#]);
-            }
-            if !chat {
-                extend(out, &[r#","prompt_token_ids":null"#]);
-            }
-            extend(out, &[r#","token_ids":null}]"#]);
-            if last {
-                fingerprint(out);
-            }
-            out.push(b'}');
-        }
-        Step::Usage if job.include_usage => {
-            begin(out);
-            extend(out, &[r#"],"usage":"#]);
-            write_usage(job, "", out);
-            fingerprint(out);
-            out.push(b'}');
-        }
-        Step::Done => extend(out, &["data: [DONE]"]),
-        Step::Open { .. } | Step::Close { .. } | Step::Usage => return,
-    }
-    extend(out, &["\n\n"]);
-}
-
-fn models(core: &Core) -> String {
-    let settings = &core.settings;
-    let model = quoted(&settings.model);
-    format!(
-        r#"{{"object":"list","data":[{{"id":{model},"object":"model","created":{CREATED},"owned_by":"vllm","root":{model},"parent":null,"max_model_len":{},"permission":[{{"id":"modelperm-{CREATED:016x}","object":"model_permission","created":{CREATED},"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}}]}}]}}"#,
-        settings.max_model_len
-    )
-}
-
-fn metrics(core: &Core) -> String {
-    let mut out = String::with_capacity(2048);
-    let model = quoted(&core.settings.model);
-    let load = &core.load;
-    let running = load.running() as f64;
-    let local = load.local_tokens.load(Ordering::Relaxed) as f64;
-    let external = load.external_tokens.load(Ordering::Relaxed) as f64;
-    let generated = load.generated_tokens.load(Ordering::Relaxed) as f64;
-    let usage = match core.settings.max_running {
-        Some(places) if places > 0 => (running / places as f64).min(1.0),
-        _ => 0.0,
-    };
-    let mut family = |name: &str, kind: &str, help: &str, series: &[(&str, f64)]| {
-        let sample = name.strip_suffix("_total").unwrap_or(name);
-        let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-        let suffix = if kind == "counter" { "_total" } else { "" };
-        for (labels, value) in series {
-            let _ = writeln!(out, "{sample}{suffix}{{engine=\"0\",model_name={model}{labels}}} {value:?}");
-        }
-    };
-    family("vllm:num_requests_running", "gauge", "Number of requests in model execution batches.", &[("", running)]);
-    family(
-        "vllm:num_requests_waiting",
-        "gauge",
-        "Number of requests waiting to be processed.",
-        &[("", load.waiting() as f64)],
-    );
-    family("vllm:kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", &[("", usage)]);
-    family("vllm:prompt_tokens_total", "counter", "Number of prefill tokens processed.", &[("", local + external)]);
-    family(
-        "vllm:prompt_tokens_by_source_total",
-        "counter",
-        "Number of prompt tokens by source.",
-        &[(",source=\"local_compute\"", local), (",source=\"external_kv_transfer\"", external)],
-    );
-    family("vllm:generation_tokens_total", "counter", "Number of generation tokens processed.", &[("", generated)]);
-    out
 }

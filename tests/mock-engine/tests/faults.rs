@@ -71,7 +71,7 @@ async fn a_hanging_engine_sees_its_client_leave() {
 async fn a_reset_comes_after_the_events_it_was_told_to_send() {
     let engine = engine().await;
     engine.set_fault(Fault::generation().reset_after_events(2));
-    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.to_end().await;
+    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.end().await;
     assert_eq!(String::from_utf8_lossy(&bytes).matches("data: ").count(), 2);
     assert_eq!(end.err().unwrap().kind(), ErrorKind::ConnectionReset);
 }
@@ -80,7 +80,7 @@ async fn a_reset_comes_after_the_events_it_was_told_to_send() {
 async fn a_reset_comes_after_the_bytes_it_was_told_to_send() {
     let engine = engine().await;
     engine.set_fault(Fault::generation().reset_after_bytes(10));
-    let (bytes, end) = Raw::post(&engine, PATH, &completion("hi")).await.to_end().await;
+    let (bytes, end) = Raw::post(&engine, PATH, &completion("hi")).await.end().await;
     let text = String::from_utf8(bytes).unwrap();
     let (_, body) = text.split_once("\r\n\r\n").unwrap();
     assert_eq!(body.len(), 10);
@@ -91,7 +91,7 @@ async fn a_reset_comes_after_the_bytes_it_was_told_to_send() {
 async fn an_early_close_leaves_the_answer_unfinished_and_an_early_end_finishes_it() {
     let engine = engine().await;
     engine.set_fault(Fault::generation().close_after_events(1).times(1));
-    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.to_end().await;
+    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.end().await;
     assert!(end.is_ok());
     assert!(!bytes.ends_with(b"0\r\n\r\n"));
     assert!(bytes.ends_with(b"\n\n\r\n"));
@@ -160,9 +160,9 @@ async fn a_connection_can_end_without_any_answer() {
     let engine = engine().await;
     engine.set_fault(Fault::generation().close_unanswered().times(1));
     engine.set_fault(Fault::generation().reset_unanswered().times(1));
-    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.to_end().await;
+    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.end().await;
     assert!(bytes.is_empty() && end.is_ok());
-    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.to_end().await;
+    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.end().await;
     assert!(bytes.is_empty());
     assert_eq!(end.err().unwrap().kind(), ErrorKind::ConnectionReset);
 }
@@ -171,7 +171,7 @@ async fn a_connection_can_end_without_any_answer() {
 async fn an_idle_connection_is_closed_when_told_to() {
     let engine = vllm(Role::Regular, Connector::None).idle_close(Duration::from_millis(50)).start().await.unwrap();
     let mut raw = Raw::post(&engine, PATH, &completion("hi")).await;
-    let (bytes, end) = raw.to_end().await;
+    let (bytes, end) = raw.end().await;
     assert!(end.is_ok());
     assert!(bytes.starts_with(b"HTTP/1.1 200 OK\r\n"));
 }
@@ -183,7 +183,7 @@ async fn a_stopped_engine_resets_and_refuses_until_it_starts_again() {
     let mut raw = Raw::post(&engine, PATH, &stream()).await;
     engine.wait_for_generations(1, SOON).await.unwrap();
     engine.stop().await;
-    let (_, end) = raw.to_end().await;
+    let (_, end) = raw.end().await;
     assert_eq!(end.err().unwrap().kind(), ErrorKind::ConnectionReset);
     let refused = try_post(&engine, PATH, &completion("hi")).await.err().unwrap();
     assert!(refused.is_connect());

@@ -145,7 +145,7 @@ impl Raw {
     }
 
     /// Everything until the end of the connection, and how that came.
-    pub async fn to_end(&mut self) -> (Vec<u8>, std::io::Result<()>) {
+    pub async fn end(&mut self) -> (Vec<u8>, std::io::Result<()>) {
         let mut bytes = Vec::new();
         let mut buffer = [0; 4096];
         let reading = async {

@@ -170,45 +170,33 @@ def streamed_text(events):
 
 
 def decision(port, request_id):
-    """The decision record of one request. It is written when the request ends, a moment after its last byte."""
+    """The decision record of one request, once it is finished: that may be a moment after the last byte arrived."""
     def record():
         status, _, text = call(port, "GET", f"/fleet/decisions?request_id={request_id}")
-        if status == 404:
-            return None
         if status != 200:
             raise DemoFailed(f"/fleet/decisions answered {status}: {text}")
-        return next(iter(json.loads(text).get("decisions", [])), None)
-    return wait_until(f"the decision record of {request_id}", record, 10)
+        record = next(iter(json.loads(text).get("decisions", [])), {})
+        return record if record.get("outcome") else None
+    return wait_until(f"the finished decision record of {request_id}", record, 10)
 
 
 def show_decision(record):
-    """Prints pair and timings of the last attempt, and refuses a record without a pair."""
-    attempts = record.get("attempts") or []
-    if not attempts:
-        raise DemoFailed(f"the decision record has no attempt: {record}")
+    """Prints pair and timings of the last attempt, and refuses a record that tells of anything but success."""
+    attempts = record.get("attempts") or [{}]
     last = attempts[-1]
-    pair = [worker_name(last.get(leg)) for leg in ("prefill", "decode")]
-    if not all(pair):
-        raise DemoFailed(f"the decision record names no pair: {record}")
-    print(f"    pair     prefill {pair[0]}  ->  decode {pair[1]}")
-    timings = {**timings_of(record), **timings_of(last)}
-    print("    timings  " + ("  ".join(f"{name} {value}" for name, value in timings.items()) or "none recorded"))
+    if record["outcome"] != "completed" or not last.get("prefill") or not last.get("decode"):
+        raise DemoFailed(f"the decision record tells of no completed pair: {record}")
+    if last.get("kv_handoff") is False:
+        raise DemoFailed(f"decode had to compute the prompt itself: {record}")
+    print(f"    pair     prefill {last['prefill']}  ->  decode {last['decode']}  ({last.get('dispatch')})")
+    timings = timings_of(last) | timings_of(record)
+    print("    ms since arrival:  " + "  ".join(f"{name} {value}" for name, value in timings.items()))
 
 
-def worker_name(leg):
-    """A leg is a URL, or an object that holds one."""
-    return leg.get("url") or leg.get("worker") or leg.get("id") if isinstance(leg, dict) else leg
-
-
-def timings_of(record, prefix=""):
-    """Every `*_ms` number of a record, those of nested objects with the object's name before them."""
-    found = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            found |= timings_of(value, f"{prefix}{name}.")
-        elif name.endswith("_ms") and not name.endswith("unix_ms") and isinstance(value, (int, float)):
-            found[prefix + name] = value
-    return found
+def timings_of(record):
+    """Every `*_ms` number of a record but its date, without the suffix."""
+    return {name.removesuffix("_ms").replace("_", " "): value for name, value in record.items()
+            if name.endswith("_ms") and not name.endswith("unix_ms")}
 
 
 def exercise(port):

@@ -213,6 +213,7 @@ impl Core {
                         ledger: core.ledger(),
                         engine_id: core.engine_id(),
                         side_channel: core.ports().side_channel.unwrap_or_default(),
+                        ranks: core.settings.dp_size.unwrap_or(1),
                     };
                     tokio::select! {
                         // A peer that breaks the transfer's protocol loses its connection, which is all it needs to know.

@@ -60,6 +60,22 @@ pub(crate) struct Holder {
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) engine_id: Arc<str>,
     pub(crate) side_channel: u16,
+    /// Data parallel ranks. With several, each has its own engine id, `<engine id>_dp<rank>`.
+    pub(crate) ranks: u64,
+}
+
+impl Holder {
+    /// The ids under which the engine is known, by rank.
+    fn ids(&self) -> Vec<String> {
+        match self.ranks {
+            0 | 1 => vec![self.engine_id.to_string()],
+            ranks => (0..ranks).map(|rank| format!("{}_dp{rank}", self.engine_id)).collect(),
+        }
+    }
+
+    fn is_called(&self, id: &str) -> bool {
+        *id == *self.engine_id || self.ranks > 1 && self.ids().iter().any(|known| known == id)
+    }
 }
 
 /// Serves one connection of a decode engine until it closes.
@@ -85,7 +101,7 @@ pub(crate) async fn serve(stream: TcpStream, holder: impl Fn() -> Holder) -> io:
 }
 
 async fn give(take: &Take, holder: &Holder) -> Given {
-    if take.engine_id.as_deref().is_some_and(|id| *id != *holder.engine_id) {
+    if take.engine_id.as_deref().is_some_and(|id| !holder.is_called(id)) {
         return Given::Refused { reason: "another engine".to_owned(), wrong_engine: true };
     }
     let taken = holder.ledger.take(&take.key, take.prompt, take.rank, take.wait).await;
@@ -99,8 +115,16 @@ async fn give(take: &Take, holder: &Holder) -> Given {
 async fn answer_query(stream: &mut Connection, request: &str, holder: &Holder) -> io::Result<()> {
     while read_line(stream).await?.is_some_and(|line| !line.is_empty()) {}
     let (status, body) = if request.starts_with("GET /query ") {
-        let (id, port) = (&holder.engine_id, holder.side_channel);
-        ("200 OK", format!(r#"{{"0":{{"engine_id":"{id}","worker_addr":{{"0":{{"0":"tcp://127.0.0.1:{port}"}}}}}}}}"#))
+        let port = holder.side_channel;
+        let ranks: Vec<String> = holder
+            .ids()
+            .iter()
+            .enumerate()
+            .map(|(rank, id)| {
+                format!(r#""{rank}":{{"engine_id":"{id}","worker_addr":{{"0":{{"0":"tcp://127.0.0.1:{port}"}}}}}}"#)
+            })
+            .collect();
+        ("200 OK", format!("{{{}}}", ranks.join(",")))
     } else {
         ("404 Not Found", r#"{"detail":"Not Found"}"#.to_owned())
     };

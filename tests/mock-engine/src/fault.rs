@@ -55,6 +55,10 @@ enum Scripted {
     Pieces(Vec<(Duration, Bytes)>),
 }
 
+fn owned<B: Into<Bytes>>(pieces: impl IntoIterator<Item = (Duration, B)>) -> Vec<(Duration, Bytes)> {
+    pieces.into_iter().map(|(pause, piece)| (pause, piece.into())).collect()
+}
+
 /// One fault. See the module's head.
 #[derive(Clone, Debug)]
 pub struct Fault {
@@ -68,6 +72,8 @@ pub struct Fault {
     pub(crate) malformed: bool,
     pub(crate) drip: Option<Duration>,
     pub(crate) end: Option<(Limit, Ending)>,
+    /// Written instead of an HTTP answer.
+    pub(crate) raw: Option<Vec<(Duration, Bytes)>>,
     answer: Option<Answer>,
 }
 
@@ -83,6 +89,7 @@ impl Fault {
             malformed: false,
             drip: None,
             end: None,
+            raw: None,
             answer: None,
         }
     }
@@ -129,8 +136,15 @@ impl Fault {
         self.answer = Some(Answer {
             status: 200,
             headers: vec![("content-type".to_owned(), "text/event-stream; charset=utf-8".to_owned())],
-            pieces: Scripted::Pieces(pieces.into_iter().map(|(pause, piece)| (pause, piece.into())).collect()),
+            pieces: Scripted::Pieces(owned(pieces)),
         });
+        self
+    }
+
+    /// Writes these bytes to the socket instead of an HTTP answer, each after its pause, then closes or does what the
+    /// fault's ending says.
+    pub fn raw<B: Into<Bytes>>(mut self, pieces: impl IntoIterator<Item = (Duration, B)>) -> Self {
+        self.raw = Some(owned(pieces));
         self
     }
 

@@ -133,6 +133,8 @@ impl Reply {
 /// Serves one connection until either side closes it, or until `stopped`, which resets it.
 pub(crate) async fn serve(mut stream: TcpStream, number: u64, core: Arc<Core>, stopped: CancellationToken) {
     let ending = tokio::select! {
+        // An exchange that ends by itself keeps its own ending.
+        biased;
         ending = converse(&mut stream, number, &core) => ending,
         () = stopped.cancelled() => Ending::Reset,
     };
@@ -203,27 +205,39 @@ async fn answer(core: &Arc<Core>, request: Request, write: WriteHalf<'_>, exchan
             return ending;
         }
     }
+    let mut sender = Sender { write, exchange, out: Vec::with_capacity(2 * 1024) };
+    if let Some(raw) = fault.as_ref().and_then(|fault| fault.raw.as_deref()) {
+        let end = fault.as_ref().and_then(|fault| fault.end);
+        return sender.raw(raw, end.map_or(Ending::Close, |(_, ending)| ending)).await.unwrap_or(Ending::Close);
+    }
     let scripted = fault.as_ref().and_then(Fault::reply);
     let reply = match scripted {
         Some(reply) => reply,
         None => crate::engine::handle(core, &request).await,
     };
-    let fatal = reply.fatal;
-    if fatal {
+    let _death = if reply.fatal {
         core.close_listeners().await;
-    }
-    let mut sender = Sender { write, exchange, out: Vec::with_capacity(2 * 1024) };
+        Some(Death(core))
+    } else {
+        None
+    };
     let bodiless = request.method == "HEAD";
-    let ending = sender
-        .send(reply, fault.as_ref(), request.keep_alive, bodiless)
-        .await
-        // The peer does not read any more: the same as its close.
-        .unwrap_or(Ending::Close);
-    if fatal {
-        core.close_connections();
-        return Ending::Close;
+    match sender.send(reply, fault.as_ref(), request.keep_alive, bodiless).await {
+        Ok(ending) => ending,
+        Err(_) => {
+            exchange.peer_closed();
+            Ending::Close
+        }
     }
-    ending
+}
+
+/// Ends the engine once the answer that it dies of is out or abandoned.
+struct Death<'a>(&'a Core);
+
+impl Drop for Death<'_> {
+    fn drop(&mut self) {
+        self.0.close_connections();
+    }
 }
 
 pub(crate) fn extend(out: &mut Vec<u8>, parts: &[&str]) {

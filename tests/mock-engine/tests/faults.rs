@@ -132,6 +132,15 @@ async fn a_script_is_sent_byte_for_byte_one_write_each() {
 }
 
 #[tokio::test]
+async fn raw_bytes_stand_in_for_an_answer() {
+    let engine = engine().await;
+    engine.set_fault(Fault::generation().raw([(Duration::ZERO, "HTTP/1.1 2")]));
+    let (bytes, end) = Raw::post(&engine, PATH, &stream()).await.end().await;
+    assert_eq!(bytes, b"HTTP/1.1 2");
+    assert!(end.is_ok());
+}
+
+#[tokio::test]
 async fn a_drip_changes_the_pace_and_not_the_bytes() {
     let engine = engine().await;
     let expected = [post(&engine, PATH, &stream()).await.text, post(&engine, PATH, &completion("hi")).await.text];

@@ -252,6 +252,16 @@ async fn the_mooncake_bootstrap_answers_as_the_real_one() {
 }
 
 #[tokio::test]
+async fn each_data_parallel_rank_has_an_engine_id() {
+    let prefill = vllm(Role::Prefill, Connector::Mooncake).engine_id("E1").dp_size(2).start().await.unwrap();
+    let decode = vllm(Role::Decode, Connector::Mooncake).start().await.unwrap();
+    let (first, mut second) = mooncake_legs(&prefill, &completion("hi"), "xfer-1");
+    second["kv_transfer_params"]["remote_engine_id"] = json!("E1_dp1");
+    let (_, answer) = tokio::join!(post(&prefill, COMPLETIONS, &first), post(&decode, COMPLETIONS, &second));
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
 async fn connectors_that_know_no_handoff_ignore_it() {
     let connector = Connector::Other("SharedStorageConnector".to_owned());
     let decode = vllm(Role::Decode, connector).start().await.unwrap();

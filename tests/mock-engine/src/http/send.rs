@@ -67,6 +67,19 @@ impl Sender<'_> {
         }
     }
 
+    /// Writes bytes that need not be HTTP.
+    pub(super) async fn raw(&mut self, pieces: &[(Duration, Bytes)], ending: Ending) -> io::Result<Ending> {
+        for (pause, piece) in pieces {
+            tokio::time::sleep(*pause).await;
+            self.out.extend_from_slice(piece);
+            self.flush().await?;
+        }
+        if ending == Ending::Stall {
+            std::future::pending::<()>().await;
+        }
+        Ok(ending)
+    }
+
     /// The head in uvicorn's order: date, server, length, the answer's own headers.
     fn head(&mut self, status: u16, headers: &[(Text, Text)], length: Option<usize>, keep_alive: bool) {
         let date = httpdate::fmt_http_date(SystemTime::now());

@@ -38,12 +38,14 @@ pub(super) fn server_info(core: &Core) -> String {
         "is_embedding": false,
         "context_length": settings.max_model_len,
         "max_total_tokens": settings.max_model_len,
-        "max_running_requests": settings.max_running,
         "max_total_num_tokens": settings.max_model_len,
         "weight_version": "default",
         "status": "ready",
         "version": VERSION,
     });
+    if let Some(places) = settings.max_running {
+        info["max_running_requests"] = places.into();
+    }
     for (name, value) in &settings.server_info {
         info[name.as_str()] = value.clone();
     }

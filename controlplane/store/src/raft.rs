@@ -1,1 +1,0 @@
-//! The replicated log on openraft and redb.

@@ -1,0 +1,23 @@
+//! The type parameters of openraft, and short names for what they make of its types.
+
+use openraft::type_config::alias;
+use smg_state::{Envelope, Outcome};
+
+openraft::declare_raft_types!(
+    /// Commands go in, outcomes come out; entries that are no command (blanks, memberships) have no outcome. A leader is named by
+    /// (term, node id), which is totally ordered.
+    pub TypeConfig:
+        D = Envelope,
+        R = Option<Outcome>,
+        NodeId = u64,
+        Node = openraft::BasicNode,
+        Term = u64,
+        LeaderId = openraft::impls::leader_id_adv::LeaderId<Self::Term, Self::NodeId>,
+);
+
+pub(crate) type LogId = alias::LogIdOf<TypeConfig>;
+pub(crate) type Vote = alias::VoteOf<TypeConfig>;
+pub(crate) type Entry = alias::EntryOf<TypeConfig>;
+pub(crate) type Membership = openraft::Membership<u64, openraft::BasicNode>;
+pub(crate) type StoredMembership = alias::StoredMembershipOf<TypeConfig>;
+pub(crate) type SnapshotMeta = alias::SnapshotMetaOf<TypeConfig>;

@@ -122,9 +122,7 @@ impl Job {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens).max();
         let wanted = length.unwrap_or(DEFAULT_LENGTH) as usize + prompt_tokens.unwrap_or(0);
         if wanted > longest {
-            return Err(format!(
-                "This model's maximum context length is {longest} tokens. However, your request has {wanted} tokens, prompt and output together."
-            ));
+            return Err(format!("prompt and output need {wanted} tokens, the model has a context of {longest}"));
         }
         let samples = prompts.iter().flat_map(|prompt| (0..n).map(|number| prompt.sample(number))).collect();
         let id = match request.header("x-request-id") {

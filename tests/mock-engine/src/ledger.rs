@@ -291,4 +291,32 @@ mod tests {
         drop(waiting);
         assert!(ledger.begin(&key).is_err());
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_two_decodes_that_wait_for_one_key_one_gets_the_kv() {
+        let ledger = Ledger::new(Duration::from_secs(1));
+        let key = Key::Room(1);
+        let mut first = Box::pin(ledger.take(&key, 7, None, true));
+        assert!(futures::poll!(&mut first).is_pending());
+        assert!(ledger.take(&key, 7, None, true).await.is_err());
+        ledger.begin(&key).unwrap().ready(KV);
+        assert!(first.await.is_err(), "the prefill has dropped its hold");
+
+        let key = Key::Room(2);
+        let mut first = Box::pin(ledger.take(&key, 7, None, true));
+        assert!(futures::poll!(&mut first).is_pending());
+        assert!(ledger.take(&key, 7, None, true).await.is_err());
+        let hold = ledger.begin(&key).unwrap();
+        hold.ready(KV);
+        first.await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_does_not_wait_gets_nothing_before_the_prefill_has_finished() {
+        let ledger = Ledger::new(Duration::from_secs(1));
+        let key = Key::Request("r".to_owned());
+        assert!(ledger.take(&key, 7, None, false).await.is_err());
+        let _hold = ledger.begin(&key).unwrap();
+        assert!(ledger.take(&key, 7, None, false).await.is_err());
+    }
 }

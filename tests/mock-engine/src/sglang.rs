@@ -39,9 +39,7 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
         ("/model_info" | "/get_model_info", _) if get => Reply::json(200, probes::model_info(core)),
         ("/v1/loads", _) if get => Reply::json(200, probes::loads(core)),
         ("/metrics", _) if get => Reply::text(probes::metrics(core)),
-        ("/flush_cache", _) => Reply::text(
-            "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will not be performed.)\n",
-        ),
+        ("/flush_cache", _) => Reply::text("Cache flushed.\n"),
         _ => Reply::not_found(),
     }
 }
@@ -143,9 +141,7 @@ impl Rendezvous {
             .read::<Each<u64>>("bootstrap_room")
             .map_err(|_| invalid("bootstrap_room: must be an integer or a list of integers".to_owned()))?
         else {
-            return Err(invalid(
-                "Invalid request: Disaggregated request received without bootstrap room id.".to_owned(),
-            ));
+            return Err(invalid("bootstrap_room: required by a disaggregated engine".to_owned()));
         };
         let (rooms, listed) = rooms.into_list();
         if rooms.iter().any(|room| i64::try_from(*room).is_err()) {

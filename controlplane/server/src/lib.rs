@@ -1,1 +1,129 @@
-//! Admin API, sync service, registration jobs, prober.
+//! The control plane: one process's share of it.
+//!
+//! Operators change the fleet through the admin API, gateways follow it through the sync service, and the node that leads keeps it true:
+//! it registers workers, removes them and probes them. All of it stands on one [`ClusterStore`]; nothing here holds state that a restart
+//! must bring back, but the list of connected gateways, which reconnect.
+//!
+//! * [`admin`]: REST under `/workers` and `/fleet`;
+//! * [`sync`]: the subscription of gateways;
+//! * [`jobs`]: registration and removal, a duty of the leader;
+//! * [`probe`]: active health probes, a duty of the leader;
+//! * [`startup`]: what start-up flags say, as commands;
+//! * [`writer`]: the one way by which any of them changes the state.
+//!
+//! Invariants
+//! * a write is answered after its command is durable, never before;
+//! * a duty of the leader runs on the leader alone, starts from the stored state and may be repeated: a new leader needs nothing else;
+//! * engines are never trusted: each answer is bounded in size and time, and what is stored of it is bounded too.
+
+use std::sync::Arc;
+
+use axum::Router;
+use parking_lot::Mutex;
+use smg_store::ClusterStore;
+use smg_telemetry::Metrics;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+pub mod admin;
+mod clock;
+mod crew;
+mod duty;
+mod inventory;
+pub mod jobs;
+pub mod probe;
+pub mod startup;
+pub mod sync;
+pub mod writer;
+
+/// Largest request body of the admin API, in bytes, unless the process is told another limit.
+pub const DEFAULT_MAX_BODY_BYTES: usize = 1024 * 1024;
+
+/// What a control plane needs.
+pub struct ControlPlaneOptions {
+    /// Where the state lives.
+    pub store: Arc<dyn ClusterStore>,
+    /// The process's metrics.
+    pub metrics: Arc<Metrics>,
+    /// Ends background tasks and sends gateways away.
+    pub shutdown: CancellationToken,
+    /// Largest request body of the admin API, in bytes.
+    pub max_body_bytes: usize,
+    /// How patient registration jobs are.
+    pub jobs: jobs::Timing,
+    /// How patient the prober is.
+    pub probe: probe::Timing,
+    /// How patient the sync service is.
+    pub sync: sync::Timing,
+}
+
+impl ControlPlaneOptions {
+    /// The defaults for `store`.
+    pub fn new(store: Arc<dyn ClusterStore>, metrics: Arc<Metrics>) -> Self {
+        Self {
+            store,
+            metrics,
+            shutdown: CancellationToken::new(),
+            max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+            jobs: jobs::Timing::default(),
+            probe: probe::Timing::default(),
+            sync: sync::Timing::default(),
+        }
+    }
+}
+
+/// A running control plane.
+pub struct ControlPlane {
+    writer: writer::Writer,
+    sync: sync::SyncService,
+    max_body_bytes: usize,
+    shutdown: CancellationToken,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl ControlPlane {
+    /// Starts the background tasks. Must be called within a tokio runtime.
+    pub fn start(options: ControlPlaneOptions) -> Arc<Self> {
+        let ControlPlaneOptions { store, metrics, shutdown, max_body_bytes, jobs, probe, sync } = options;
+        let writer = writer::Writer::new(store);
+        let client = probe::client::ProbeClient::new();
+        let (sync, publisher) =
+            sync::SyncService::new(Arc::clone(writer.store()), Arc::clone(&metrics), shutdown.clone(), sync);
+        let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), jobs);
+        let prober = probe::Prober::new(writer.clone(), client, Arc::clone(&metrics), probe);
+        let store = Arc::clone(writer.store());
+        let tasks = vec![
+            tokio::spawn(publisher),
+            tokio::spawn(duty::while_leading(Arc::clone(&store), shutdown.clone(), move |term| {
+                runner.clone().run(term)
+            })),
+            tokio::spawn(duty::while_leading(Arc::clone(&store), shutdown.clone(), move |term| {
+                prober.clone().run(term)
+            })),
+            tokio::spawn(inventory::follow(store, metrics, shutdown.clone())),
+        ];
+        Arc::new(Self { writer, sync, max_body_bytes, shutdown, tasks: Mutex::new(tasks) })
+    }
+
+    /// Everything this control plane serves: admin REST and the sync service on one router, so that one listener or one in-memory
+    /// connection (HTTP/1.1 and HTTP/2 with prior knowledge) carries both.
+    pub fn router(self: &Arc<Self>) -> Router {
+        admin::router(self.writer.clone(), self.sync.gateways(), self.max_body_bytes).merge(self.sync.router())
+    }
+
+    /// The way to change the state from within the process.
+    pub fn writer(&self) -> &writer::Writer {
+        &self.writer
+    }
+
+    /// Ends the background tasks, sends connected gateways away, and waits until the tasks have ended.
+    pub async fn stop(&self) {
+        self.shutdown.cancel();
+        let tasks = std::mem::take(&mut *self.tasks.lock());
+        for task in tasks {
+            if let Err(error) = task.await {
+                tracing::error!(target: "smg", %error, "a background task of the control plane died");
+            }
+        }
+    }
+}

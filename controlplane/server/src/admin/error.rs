@@ -1,0 +1,92 @@
+//! Codes and statuses of the admin API. Every error of every handler passes here.
+//!
+//! The codes of `/workers` are those of the documented system; `STORE_FAILED`, `CONTROL_PLANE_UNAVAILABLE`, `OUTCOME_UNKNOWN`,
+//! `REVISION_CONFLICT`, `POLICY_NOT_FOUND`, `LIMIT_EXCEEDED`, `NOT_FOUND` and `METHOD_NOT_ALLOWED` are additions.
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::json;
+use smg_state::{Rejection, RejectionCode};
+use smg_store::StoreError;
+use thiserror::Error;
+
+use crate::writer::WriteError;
+
+/// Why an admin request was not served.
+#[derive(Debug, Error)]
+pub enum ApiError {
+    /// The request is malformed or breaks a rule.
+    #[error("{0}")]
+    BadRequest(String),
+    /// The worker belongs to a provider's API, which this build cannot route to.
+    #[error("{0}")]
+    Provider(String),
+    /// No worker has this id.
+    #[error("worker {0} not found")]
+    WorkerNotFound(String),
+    /// No policy document for this model.
+    #[error("no policy document for '{0}'")]
+    PolicyNotFound(String),
+    /// The body is larger than the limit.
+    #[error("the body is larger than {0} bytes")]
+    TooLarge(usize),
+    /// The state refused the command.
+    #[error("{0}")]
+    Rejected(Rejection),
+    /// The store did not answer.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// No such resource.
+    #[error("{0}")]
+    UnknownRoute(String),
+    /// The resource has no such method.
+    #[error("{0}")]
+    WrongMethod(String),
+}
+
+impl From<WriteError> for ApiError {
+    fn from(error: WriteError) -> Self {
+        match error {
+            WriteError::Store(error) => Self::Store(error),
+            WriteError::Rejected(rejection) => Self::Rejected(rejection),
+        }
+    }
+}
+
+impl ApiError {
+    /// The status and the code that clients key on.
+    pub fn status_and_code(&self) -> (StatusCode, &'static str) {
+        match self {
+            Self::BadRequest(_) => (StatusCode::BAD_REQUEST, "BAD_REQUEST"),
+            Self::Provider(_) => (StatusCode::BAD_REQUEST, "PROVIDER_NOT_COMPILED"),
+            Self::WorkerNotFound(_) => (StatusCode::NOT_FOUND, "WORKER_NOT_FOUND"),
+            Self::PolicyNotFound(_) => (StatusCode::NOT_FOUND, "POLICY_NOT_FOUND"),
+            Self::TooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE"),
+            Self::UnknownRoute(_) => (StatusCode::NOT_FOUND, "NOT_FOUND"),
+            Self::WrongMethod(_) => (StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED"),
+            Self::Rejected(rejection) => match rejection.code {
+                RejectionCode::WorkerNotFound => (StatusCode::NOT_FOUND, "WORKER_NOT_FOUND"),
+                RejectionCode::WorkerAlreadyExists => (StatusCode::CONFLICT, "WORKER_ALREADY_EXISTS"),
+                RejectionCode::WorkerCreateInProgress => (StatusCode::CONFLICT, "WORKER_CREATE_IN_PROGRESS"),
+                RejectionCode::RevisionConflict => (StatusCode::PRECONDITION_FAILED, "REVISION_CONFLICT"),
+                RejectionCode::Invalid => (StatusCode::BAD_REQUEST, "BAD_REQUEST"),
+                RejectionCode::PolicyNotFound => (StatusCode::NOT_FOUND, "POLICY_NOT_FOUND"),
+                RejectionCode::Limit => (StatusCode::CONFLICT, "LIMIT_EXCEEDED"),
+                RejectionCode::JobSuperseded => (StatusCode::INTERNAL_SERVER_ERROR, "INTERNAL_SERVER_ERROR"),
+            },
+            Self::Store(StoreError::Failed(_)) => (StatusCode::SERVICE_UNAVAILABLE, "STORE_FAILED"),
+            Self::Store(StoreError::Unknown(_)) => (StatusCode::SERVICE_UNAVAILABLE, "OUTCOME_UNKNOWN"),
+            Self::Store(StoreError::Unavailable(_) | StoreError::Closed) => {
+                (StatusCode::SERVICE_UNAVAILABLE, "CONTROL_PLANE_UNAVAILABLE")
+            }
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let (status, code) = self.status_and_code();
+        (status, Json(json!({"error": self.to_string(), "code": code}))).into_response()
+    }
+}

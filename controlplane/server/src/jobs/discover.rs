@@ -1,0 +1,148 @@
+//! Asking an engine what it is.
+//!
+//! Only an engine that cannot be reached is asked again; one that answers nonsense has answered. Whatever it does, discovery ends within
+//! its budget and yields facts: an engine about which nothing can be learned counts as SGLang, as in the documented system.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use http::StatusCode;
+use serde_json::Value;
+use smg_fleet::{Facts, Runtime, Wire, WorkerSpec};
+use tokio::time::{Instant, sleep};
+
+use super::facts::{self, ListedModel};
+use crate::probe::client::{Answer, ProbeClient, ProbeError};
+
+/// Attempts of one call while the engine cannot be reached.
+const ATTEMPTS: u32 = 3;
+
+/// How long discovery may take.
+#[derive(Debug, Clone, Copy)]
+pub struct Budget {
+    /// One call.
+    pub call: Duration,
+    /// Finding out which engine it is.
+    pub detection: Duration,
+    /// Between two attempts, times the number of attempts so far.
+    pub pause: Duration,
+}
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self { call: Duration::from_secs(10), detection: Duration::from_secs(10), pause: Duration::from_secs(1) }
+    }
+}
+
+/// One engine and how to ask it.
+pub(super) struct Engine<'a> {
+    pub client: &'a ProbeClient,
+    pub spec: &'a WorkerSpec,
+    pub budget: Budget,
+}
+
+impl Engine<'_> {
+    /// Everything that can be learned.
+    pub async fn facts(&self) -> Facts {
+        let runtime = match self.spec.runtime {
+            Runtime::Unspecified => self.detect().await,
+            declared => declared,
+        };
+        let (labels, models) = match runtime {
+            Runtime::Sglang => {
+                let (server, model, models) = tokio::join!(
+                    self.first_found(["/server_info", "/get_server_info"]),
+                    self.first_found(["/model_info", "/get_model_info"]),
+                    self.models(),
+                );
+                (facts::sglang_labels(server.as_ref(), model.as_ref(), &models), models)
+            }
+            Runtime::Vllm => {
+                let (version, models) = tokio::join!(self.json("/version"), self.models());
+                (facts::vllm_labels(version.as_ref(), &models), models)
+            }
+            _ => (BTreeMap::new(), self.models().await),
+        };
+        let mut merged = labels.clone();
+        merged.extend(self.spec.labels.clone());
+        Facts { wire: Wire::Http, runtime, labels, models: facts::cards(&merged, &models), http2: false }
+    }
+
+    async fn detect(&self) -> Runtime {
+        let deadline = Instant::now() + self.budget.detection;
+        let mut attempt = 0;
+        loop {
+            let (known, unreachable) = self.detect_once().await;
+            attempt += 1;
+            let pause = self.budget.pause * attempt;
+            match known {
+                Some(runtime) => return runtime,
+                None if unreachable && Instant::now() + pause < deadline => sleep(pause).await,
+                None => {
+                    tracing::warn!(
+                        target: "smg", worker = self.spec.url,
+                        "the engine does not say what it is and is taken for SGLang: declare runtime_type if it is not"
+                    );
+                    return Runtime::Sglang;
+                }
+            }
+        }
+    }
+
+    /// The runtime, and whether some call did not reach the engine.
+    async fn detect_once(&self) -> (Option<Runtime>, bool) {
+        let listed = self.call("/v1/models").await;
+        let models = listed.as_ref().ok().filter(|answer| answer.status.is_success());
+        let models = models.and_then(|answer| facts::listed_models(&answer.body));
+        if let Some(runtime) = models.as_deref().and_then(facts::runtime_of) {
+            return (Some(runtime), false);
+        }
+        let (version, server_info) = tokio::join!(self.call("/version"), self.call("/server_info"));
+        let answered = |answer: &Result<Answer, ProbeError>| answer.as_ref().is_ok_and(|a| a.status.is_success());
+        let known = facts::runtime_by_endpoints(models.is_some(), answered(&version), answered(&server_info));
+        (known, listed.is_err() || version.is_err() || server_info.is_err())
+    }
+
+    async fn models(&self) -> Vec<ListedModel> {
+        let answer = self.patiently("/v1/models").await;
+        let answer = answer.filter(|answer| answer.status.is_success());
+        answer.and_then(|answer| facts::listed_models(&answer.body)).unwrap_or_default()
+    }
+
+    /// The JSON under the first of two names that the engine knows.
+    async fn first_found(&self, [name, old_name]: [&str; 2]) -> Option<Value> {
+        let answer = self.patiently(name).await?;
+        if answer.status == StatusCode::NOT_FOUND {
+            return self.json(old_name).await;
+        }
+        parse(&answer)
+    }
+
+    async fn json(&self, path: &str) -> Option<Value> {
+        parse(&self.patiently(path).await?)
+    }
+
+    /// A call, repeated while the connection fails. An answer that is too large or too slow will not get better.
+    async fn patiently(&self, path: &str) -> Option<Answer> {
+        for attempt in 1..=ATTEMPTS {
+            match self.call(path).await {
+                Ok(answer) => return Some(answer),
+                Err(ProbeError::Transport(_)) if attempt < ATTEMPTS => sleep(self.budget.pause).await,
+                Err(error) => {
+                    tracing::debug!(target: "smg", worker = self.spec.url, path, %error, "the engine was asked in vain");
+                    return None;
+                }
+            }
+        }
+        None
+    }
+
+    async fn call(&self, path: &str) -> Result<Answer, ProbeError> {
+        let url = format!("{}{path}", self.spec.url);
+        self.client.get(&url, self.spec.api_key.as_deref(), self.budget.call).await
+    }
+}
+
+fn parse(answer: &Answer) -> Option<Value> {
+    answer.status.is_success().then(|| serde_json::from_slice(&answer.body).ok()).flatten()
+}

@@ -1,0 +1,214 @@
+//! One job, from its start to its last command.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use smg_fleet::info::runs_undeclared_passthrough;
+use smg_fleet::policy::Probe;
+use smg_fleet::{Facts, Health, JobKind, JobStatus, Origin, Settings, Worker, WorkerId, WorkerSpec, WorkerUrl};
+use smg_state::Command;
+use smg_store::StoreError;
+use tokio::net::TcpStream;
+use tokio::time::{Instant, sleep, timeout};
+use uuid::Uuid;
+
+use super::discover::Engine;
+use super::{Shared, support};
+use crate::writer::{Write, WriteError};
+
+/// Pause before a command is tried again that the store did not take.
+const COMMIT_PAUSE: Duration = Duration::from_secs(1);
+
+impl Shared {
+    /// Performs the worker's job of this number.
+    pub async fn perform(self: Arc<Self>, id: WorkerId, number: u64) {
+        let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
+        let Some(job) = worker.job.clone().filter(|job| job.number == number) else { return };
+        let spec = job.proposed.as_deref().unwrap_or(&worker.spec);
+        let result = match job.kind {
+            JobKind::RemoveWorker => {
+                self.settle(&worker).await;
+                Ok(None)
+            }
+            JobKind::AddWorker | JobKind::UpdateWorker => {
+                Box::pin(self.register(&worker, spec, number)).await.map(|facts| Some(Box::new(facts)))
+            }
+        };
+        let registered = matches!(result, Ok(Some(_)));
+        let (command, outcome) = match result {
+            Ok(facts) => (Command::CompleteJob { id, number, facts }, "success"),
+            Err(message) => {
+                tracing::warn!(target: "smg", worker = spec.url, job = %job.kind, reason = message, "a worker job failed");
+                (Command::ReportJob { id, number, status: JobStatus::Failed, message }, "failure")
+            }
+        };
+        if self.commit(command).await {
+            self.metrics.registration_jobs.with_label_values(&[job.kind.as_str(), outcome]).inc();
+            if registered {
+                self.after_registration(id).await;
+            }
+        }
+    }
+
+    /// Commits the last command of a job. Returns whether it was applied; it is not when the job is no longer the current one.
+    async fn commit(&self, command: Command) -> bool {
+        let write = Write { command_id: Some(Uuid::now_v7()), ..Write::of("jobs", command) };
+        loop {
+            match self.writer.write(write.clone()).await {
+                Ok(_) => return true,
+                Err(WriteError::Store(StoreError::Unavailable(_) | StoreError::Unknown(_))) => {
+                    sleep(COMMIT_PAUSE).await
+                }
+                Err(error) => {
+                    tracing::debug!(target: "smg", %error, "a job's outcome was not taken");
+                    return false;
+                }
+            }
+        }
+    }
+
+    fn settings(&self) -> Settings {
+        let state = self.writer.store().local();
+        Settings::resolve(None, state.policy("").map(|record| &record.document))
+    }
+
+    fn secs(&self, seconds: u64) -> Duration {
+        self.timing.second.saturating_mul(u32::try_from(seconds).unwrap_or(u32::MAX))
+    }
+
+    /// Gives requests in flight their time. A worker that gets no traffic leaves at once.
+    async fn settle(&self, worker: &Worker) {
+        if worker.health == Health::Ready {
+            let probe = self.settings().probe.for_worker(&worker.spec.health);
+            sleep(self.secs(probe.drain_settle_secs)).await;
+        }
+    }
+
+    /// Waits for the engine and asks it what it is.
+    async fn register(&self, worker: &Worker, spec: &WorkerSpec, number: u64) -> Result<Facts, String> {
+        if let Some(reason) = support::unsupported(spec) {
+            return Err(reason);
+        }
+        let settings = self.settings();
+        if worker.origin == Origin::Startup && worker.facts.is_none() {
+            sleep(self.secs(settings.registration.delay_secs)).await;
+        }
+        let progress = Progress { shared: self, id: worker.id, number, last: None };
+        self.wait_for_health(spec, &settings, progress).await?;
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        Ok(Engine { client: &self.client, spec, budget: self.timing.discovery }.facts().await)
+    }
+
+    async fn wait_for_health(
+        &self,
+        spec: &WorkerSpec,
+        settings: &Settings,
+        mut progress: Progress<'_>,
+    ) -> Result<(), String> {
+        let probe = settings.probe.for_worker(&spec.health);
+        let limit = self.secs(settings.registration.timeout_secs);
+        let longest_pause = self.secs(settings.registration.check_interval_secs);
+        let deadline = Instant::now() + limit;
+        let mut pause = self.timing.first_pause;
+        loop {
+            let reason = match self.probe_health(spec, &probe).await {
+                Ok(()) => return Ok(()),
+                Err(reason) => reason,
+            };
+            progress.report(&reason).await;
+            pause = pause.min(longest_pause);
+            if Instant::now() + pause > deadline {
+                return Err(format!("not healthy within {} s: {reason}", settings.registration.timeout_secs));
+            }
+            sleep(pause).await;
+            pause *= 2;
+        }
+    }
+
+    /// One probe of the configured endpoint, or of `/health` when an engine does not have that one.
+    async fn probe_health(&self, spec: &WorkerSpec, probe: &Probe) -> Result<(), String> {
+        const FALLBACK: &str = "/health";
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        let first = self.probe_endpoint(spec, probe, &probe.endpoint).await;
+        if first.is_err() && probe.endpoint != FALLBACK && self.probe_endpoint(spec, probe, FALLBACK).await.is_ok() {
+            return Ok(());
+        }
+        first
+    }
+
+    async fn probe_endpoint(&self, spec: &WorkerSpec, probe: &Probe, endpoint: &str) -> Result<(), String> {
+        let url = format!("{}{endpoint}", spec.url);
+        match self.client.status(&url, spec.api_key.as_deref(), self.secs(probe.timeout_secs)).await {
+            Ok(status) if status.is_success() => Ok(()),
+            Ok(status) => Err(format!("health probe of {url} answered {}", status.as_u16())),
+            Err(error) => Err(format!("health probe of {url} failed: {error}")),
+        }
+    }
+
+    /// What operators should hear about a worker that has just been registered. None of it stops anything.
+    async fn after_registration(&self, id: WorkerId) {
+        let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
+        tracing::info!(
+            target: "smg", worker = worker.spec.url, id = %id, role = %worker.spec.worker_type,
+            runtime = %worker.runtime(), model = worker.model_id(), "worker registered"
+        );
+        if runs_undeclared_passthrough(&worker) {
+            tracing::warn!(
+                target: "smg", worker = worker.spec.url,
+                "NO KV CONNECTOR IS DECLARED for this vLLM prefill worker: no KV will move and decode recomputes every prompt, \
+                 although every answer looks right. Register it with kv_connector, for example NixlConnector"
+            );
+        }
+        if let (Some(field), Some(label)) = (&worker.spec.pairing_protocol, worker.spec.labels.get("pairing_protocol"))
+            && field != label
+        {
+            tracing::warn!(
+                target: "smg", worker = worker.spec.url, field, label,
+                "pairing_protocol is set twice and differently: the label holds"
+            );
+        }
+        self.check_bootstrap(&worker).await;
+    }
+
+    async fn check_bootstrap(&self, worker: &Worker) {
+        let Some(port) = support::bootstrap_port(&worker.spec, worker.runtime()) else { return };
+        let Ok(url) = WorkerUrl::parse(&worker.spec.url) else { return };
+        let host = url.host().trim_start_matches('[').trim_end_matches(']');
+        let reason = match timeout(self.timing.bootstrap, TcpStream::connect((host, port))).await {
+            Ok(Ok(_)) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "no answer".to_owned(),
+        };
+        self.metrics.pd_rendezvous_failures.with_label_values(&[worker.spec.worker_type.as_str(), "probe"]).inc();
+        tracing::warn!(
+            target: "smg", worker = worker.spec.url, port, reason,
+            "the bootstrap port does not answer: decode workers will not find this prefill worker"
+        );
+    }
+}
+
+/// Makes the last probe error readable, no more often than it is useful.
+struct Progress<'a> {
+    shared: &'a Shared,
+    id: WorkerId,
+    number: u64,
+    last: Option<(String, Instant)>,
+}
+
+impl Progress<'_> {
+    async fn report(&mut self, message: &str) {
+        if let Some((last, at)) = &self.last
+            && (last == message || at.elapsed() < self.shared.timing.report_every)
+        {
+            return;
+        }
+        self.last = Some((message.to_owned(), Instant::now()));
+        let (id, number, status) = (self.id, self.number, JobStatus::Processing);
+        let command = Command::ReportJob { id, number, status, message: message.to_owned() };
+        if let Err(error) = self.shared.writer.write(Write::of("jobs", command)).await {
+            tracing::debug!(target: "smg", worker = %id, %error, "a job's progress was not recorded");
+        }
+    }
+}

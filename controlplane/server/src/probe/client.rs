@@ -1,0 +1,112 @@
+//! The HTTP client that talks to engines on behalf of the control plane.
+//!
+//! Engines are not trusted: a call has one deadline for everything, bodies are capped, redirects are not followed, and each call has its
+//! own connection, since whether the engine accepts one is what a probe asks.
+
+use std::error::Error;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode, header};
+use http_body_util::{BodyExt, Empty, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use thiserror::Error;
+use tokio::time::timeout;
+
+/// Largest body that is read, in bytes.
+pub const MAX_BODY_BYTES: usize = 1024 * 1024;
+
+/// Why an engine did not answer.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ProbeError {
+    /// The URL or the key cannot be sent.
+    #[error("the request cannot be made: {0}")]
+    Request(String),
+    /// No answer within the limit.
+    #[error("no answer within {0:?}")]
+    Timeout(Duration),
+    /// The body is larger than [`MAX_BODY_BYTES`].
+    #[error("the answer is larger than {MAX_BODY_BYTES} bytes")]
+    TooLarge,
+    /// The connection was refused, cut, or carried something that is not HTTP.
+    #[error("{0}")]
+    Transport(String),
+}
+
+/// An engine's answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// The status.
+    pub status: StatusCode,
+    /// The body.
+    pub body: Bytes,
+}
+
+/// The client. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct ProbeClient {
+    client: Client<HttpConnector, Empty<Bytes>>,
+}
+
+impl Default for ProbeClient {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl ProbeClient {
+    /// A client.
+    pub fn new() -> Self {
+        let client = Client::builder(TokioExecutor::new()).pool_max_idle_per_host(0).build(HttpConnector::new());
+        Self { client }
+    }
+
+    /// The status of a GET; the body is not read.
+    ///
+    /// # Errors
+    /// When no head arrives within `limit`.
+    pub async fn status(&self, url: &str, key: Option<&str>, limit: Duration) -> Result<StatusCode, ProbeError> {
+        match timeout(limit, self.send(url, key)).await {
+            Ok(answer) => answer.map(|response| response.status()),
+            Err(_) => Err(ProbeError::Timeout(limit)),
+        }
+    }
+
+    /// A GET with its body.
+    ///
+    /// # Errors
+    /// When the answer is not complete within `limit`, or too large.
+    pub async fn get(&self, url: &str, key: Option<&str>, limit: Duration) -> Result<Answer, ProbeError> {
+        let answer = async {
+            let response = self.send(url, key).await?;
+            let status = response.status();
+            match Limited::new(response.into_body(), MAX_BODY_BYTES).collect().await {
+                Ok(body) => Ok(Answer { status, body: body.to_bytes() }),
+                Err(error) if error.is::<LengthLimitError>() => Err(ProbeError::TooLarge),
+                Err(error) => Err(ProbeError::Transport(root_cause(error.as_ref()))),
+            }
+        };
+        timeout(limit, answer).await.unwrap_or(Err(ProbeError::Timeout(limit)))
+    }
+
+    async fn send(&self, url: &str, key: Option<&str>) -> Result<Response<Incoming>, ProbeError> {
+        let mut request = Request::get(url).header(header::ACCEPT, "application/json");
+        if let Some(key) = key {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+        }
+        let request = request.body(Empty::new()).map_err(|error| ProbeError::Request(error.to_string()))?;
+        self.client.request(request).await.map_err(|error| ProbeError::Transport(root_cause(&error)))
+    }
+}
+
+/// The innermost error: the outer ones only say that a client failed.
+fn root_cause(error: &(dyn Error + 'static)) -> String {
+    let mut cause = error;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    cause.to_string()
+}

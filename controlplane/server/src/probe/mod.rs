@@ -1,0 +1,201 @@
+//! The prober: active health checks of every registered worker, a duty of the leader.
+//!
+//! Only transitions are committed, never samples. Each worker has a task of its own; what it probes and how is part of the task's reason,
+//! so a change of settings starts it anew.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use smg_fleet::policy::Probe;
+use smg_fleet::{Health, Intent, Settings, Worker, WorkerId, WorkerType};
+use smg_state::{Command, State};
+use smg_telemetry::Metrics;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use crate::crew::Crew;
+use crate::writer::{Write, Writer};
+
+pub mod client;
+pub mod judge;
+#[cfg(test)]
+mod tests;
+
+use client::ProbeClient;
+use judge::{Judge, PanicRule};
+
+/// How patient the prober is; intervals and thresholds are the fleet's settings.
+#[derive(Debug, Clone, Copy)]
+pub struct Timing {
+    /// Most probes at once.
+    pub concurrency: usize,
+    /// First probes are spread over this time, or over the interval when that is shorter.
+    pub spread: Duration,
+    /// A worker that is not ready is probed at least this often.
+    pub unready_interval: Duration,
+    /// One second of the settings lasts this long. Tests shorten it.
+    pub second: Duration,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self {
+            concurrency: 128,
+            spread: Duration::from_secs(5),
+            unready_interval: Duration::from_secs(5),
+            second: Duration::from_secs(1),
+        }
+    }
+}
+
+/// What is probed, and how.
+#[derive(Debug, Clone, PartialEq)]
+struct Target {
+    url: String,
+    key: Option<String>,
+    worker_type: WorkerType,
+    probe: Probe,
+}
+
+/// The prober. Cheap to clone.
+#[derive(Clone)]
+pub struct Prober {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    writer: Writer,
+    client: ProbeClient,
+    metrics: Arc<Metrics>,
+    timing: Timing,
+    slots: Semaphore,
+    panic: Mutex<PanicRule>,
+    started: Instant,
+}
+
+impl Prober {
+    /// A prober that commits through `writer`.
+    pub fn new(writer: Writer, client: ProbeClient, metrics: Arc<Metrics>, timing: Timing) -> Self {
+        let slots = Semaphore::new(timing.concurrency);
+        let (panic, started) = (Mutex::default(), Instant::now());
+        Self { shared: Arc::new(Shared { writer, client, metrics, timing, slots, panic, started }) }
+    }
+
+    /// Probes until the term ends.
+    pub async fn run(self, term: CancellationToken) {
+        let mut crew = Crew::new();
+        let mut changes = self.shared.writer.store().changes();
+        loop {
+            changes.borrow_and_update();
+            let state = self.shared.writer.store().local();
+            crew.staff(targets(&state), |id, target, token| {
+                let watch = Arc::clone(&self.shared).watch(id, target.clone());
+                async move {
+                    tokio::select! {
+                        () = token.cancelled() => {}
+                        () = watch => {}
+                    }
+                }
+            });
+            tokio::select! {
+                alive = changes.changed() => if alive.is_err() { return },
+                () = crew.reap() => {}
+                () = term.cancelled() => return,
+            }
+        }
+    }
+}
+
+/// Every registered worker that is to stay.
+fn targets(state: &State) -> BTreeMap<WorkerId, Target> {
+    let probe = Settings::resolve(None, state.policy("").map(|record| &record.document)).probe;
+    let target = |worker: &Arc<Worker>| {
+        let target = Target {
+            url: worker.spec.url.clone(),
+            key: worker.spec.api_key.clone(),
+            worker_type: worker.spec.worker_type,
+            probe: probe.for_worker(&worker.spec.health),
+        };
+        (worker.id, target)
+    };
+    state.workers().filter(|worker| is_probed(worker)).map(target).collect()
+}
+
+fn is_probed(worker: &Worker) -> bool {
+    worker.facts.is_some() && worker.intent != Intent::Draining
+}
+
+impl Shared {
+    /// Probes one worker for ever.
+    async fn watch(self: Arc<Self>, id: WorkerId, target: Target) {
+        let interval = self.secs(target.probe.check_interval_secs);
+        sleep(interval.min(self.timing.spread).mul_f64(rand::random())).await;
+        let mut judge = Judge::default();
+        loop {
+            let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
+            let verdict = if target.probe.disabled {
+                (worker.health != Health::Ready).then_some(Health::Ready)
+            } else {
+                let succeeded = self.probe(&target).await;
+                judge.observe(worker.health, succeeded, &target.probe)
+            };
+            let mut health = worker.health;
+            if let Some(verdict) = verdict
+                && self.may_commit(id, worker.health, verdict, interval)
+            {
+                let command = Command::SetHealth { id, health: verdict };
+                match self.writer.write(Write::of("prober", command)).await {
+                    Ok(_) => {
+                        health = verdict;
+                        tracing::info!(target: "smg", worker = target.url, from = %worker.health, to = %verdict, "worker health changed");
+                    }
+                    Err(error) => {
+                        tracing::warn!(target: "smg", worker = target.url, %error, "a health change was not committed");
+                    }
+                }
+            }
+            let pause = if health == Health::Ready { interval } else { interval.min(self.timing.unready_interval) };
+            // A tenth of jitter keeps workers that were registered together apart.
+            sleep(pause.mul_f64(0.95 + 0.1 * rand::random::<f64>())).await;
+        }
+    }
+
+    async fn probe(&self, target: &Target) -> bool {
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        let url = format!("{}{}", target.url, target.probe.endpoint);
+        let answer = self.client.status(&url, target.key.as_deref(), self.secs(target.probe.timeout_secs)).await;
+        let succeeded = answer.as_ref().is_ok_and(|status| status.is_success());
+        if !succeeded {
+            let reason = answer.map_or_else(|error| error.to_string(), |status| format!("it answered {status}"));
+            tracing::debug!(target: "smg", url, reason, "a health probe failed");
+        }
+        let result = if succeeded { "success" } else { "failure" };
+        self.metrics.worker_health_checks.with_label_values(&[target.worker_type.as_str(), result]).inc();
+        succeeded
+    }
+
+    /// Whether the panic rule lets the verdict through.
+    fn may_commit(&self, id: WorkerId, current: Health, verdict: Health, interval: Duration) -> bool {
+        if current != Health::Ready || verdict == Health::Ready {
+            return true;
+        }
+        let registered = self.writer.store().local().workers().filter(|worker| is_probed(worker)).count();
+        let allowed = self.panic.lock().allows(id, registered, self.started.elapsed(), interval);
+        if !allowed {
+            self.metrics.health_panic.inc();
+            tracing::warn!(
+                target: "smg", worker = %id, registered,
+                "most of the fleet fails its probes at once: nobody is ejected, the prober is more likely at fault"
+            );
+        }
+        allowed
+    }
+
+    fn secs(&self, seconds: u64) -> Duration {
+        self.timing.second.saturating_mul(u32::try_from(seconds).unwrap_or(u32::MAX))
+    }
+}

@@ -1,0 +1,116 @@
+//! The one way to change the state: a command with its identity, its author and its conditions.
+//!
+//! A store may answer that the outcome is unknown. Retrying with the same command id is then safe, so this is done here once for all, within
+//! a deadline. The first command of a history names the cluster; whoever writes first sees to it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use smg_fleet::Revision;
+use smg_state::{Command, CommandId, Envelope, Outcome, Rejection};
+use smg_store::{ClusterStore, StoreError};
+use thiserror::Error;
+use tokio::time::{Instant, sleep, timeout_at};
+use uuid::Uuid;
+
+use crate::clock;
+
+/// How long one write or one barrier may take.
+const DEADLINE: Duration = Duration::from_secs(5);
+/// Pause before the outcome of a command is asked for again.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// Why a write did not happen, or may not have.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum WriteError {
+    /// The store did not answer.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The state refused the command.
+    #[error("{0}")]
+    Rejected(Rejection),
+}
+
+/// A command and what surrounds it.
+#[derive(Debug, Clone)]
+pub struct Write {
+    /// Identity for retries; minted when absent.
+    pub command_id: Option<CommandId>,
+    /// Who asks.
+    pub actor: String,
+    /// The object's `mod_revision` that the author saw.
+    pub expected_revision: Option<Revision>,
+    /// The change.
+    pub command: Command,
+}
+
+impl Write {
+    /// An unconditional write of a part of this process.
+    pub fn of(actor: &str, command: Command) -> Self {
+        Self { command_id: None, actor: actor.to_owned(), expected_revision: None, command }
+    }
+}
+
+/// A handle on the store for those who change the state. Cheap to clone.
+#[derive(Clone)]
+pub struct Writer {
+    store: Arc<dyn ClusterStore>,
+}
+
+impl Writer {
+    /// A writer to `store`.
+    pub fn new(store: Arc<dyn ClusterStore>) -> Self {
+        Self { store }
+    }
+
+    /// The store, for reads.
+    pub fn store(&self) -> &Arc<dyn ClusterStore> {
+        &self.store
+    }
+
+    /// Makes a change durable.
+    ///
+    /// # Errors
+    /// [`WriteError::Rejected`] when the state refused it, [`WriteError::Store`] when the store did not answer within five seconds.
+    pub async fn write(&self, write: Write) -> Result<Outcome, WriteError> {
+        let deadline = Instant::now() + DEADLINE;
+        if self.store.local().revision() == 0 {
+            let command = Command::InitCluster { cluster_id: Uuid::now_v7(), history_id: Uuid::now_v7() };
+            self.propose(envelope(Write::of("control-plane", command)), deadline).await?;
+        }
+        let outcome = self.propose(envelope(write), deadline).await?;
+        outcome.accepted().map_err(WriteError::Rejected)
+    }
+
+    /// Waits until the local state holds every write that was acknowledged before the call.
+    ///
+    /// # Errors
+    /// When the store cannot say so within five seconds.
+    pub async fn barrier(&self) -> Result<Revision, StoreError> {
+        match timeout_at(Instant::now() + DEADLINE, self.store.read_barrier()).await {
+            Ok(answer) => answer,
+            Err(_) => Err(StoreError::Unavailable("the store did not confirm a read in time".to_owned())),
+        }
+    }
+
+    async fn propose(&self, envelope: Envelope, deadline: Instant) -> Result<Outcome, StoreError> {
+        let unknown = || StoreError::Unknown("the store did not answer in time".to_owned());
+        loop {
+            match timeout_at(deadline, self.store.propose(envelope.clone())).await {
+                Err(_) => return Err(unknown()),
+                Ok(Err(StoreError::Unknown(_))) if Instant::now() + RETRY_PAUSE < deadline => sleep(RETRY_PAUSE).await,
+                Ok(answer) => return answer,
+            }
+        }
+    }
+}
+
+fn envelope(write: Write) -> Envelope {
+    Envelope {
+        command_id: write.command_id.unwrap_or_else(Uuid::now_v7),
+        actor: write.actor,
+        proposed_at_unix_ms: clock::unix_ms(),
+        expected_revision: write.expected_revision,
+        command: write.command,
+    }
+}

@@ -1,8 +1,8 @@
 //! What all subscribers share: the newest snapshot, and which objects changed since earlier ones.
 //!
-//! The ring keeps the *names* of changed objects, not old snapshots: a delta from any remembered revision is the union of the names since
-//! then with their newest values. An object named without need is sent without harm, so a gateway may come from a revision that another
-//! node published in other steps.
+//! The ring keeps the *names* of changed objects, not old snapshots: a delta from a remembered revision is the union of the names since then
+//! with their newest values. An object named without need is sent without harm. A revision between two published ones is not remembered:
+//! an object that came and went between them is named nowhere, so a gateway that has it gets everything instead.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -65,19 +65,20 @@ impl Ring {
         }
     }
 
-    /// The delta from `revision` of `history_id` to `latest`; `None` when that is too long ago, of another history, or yet to come.
+    /// The delta from `revision` of `history_id` to `latest`; `None` when that revision is too long ago, of another history, yet to come, or
+    /// was never published here.
     fn delta(&self, history_id: Uuid, revision: Revision, latest: &Published) -> Option<Delta> {
         let snapshot = &latest.snapshot;
         if history_id != snapshot.history_id || history_id != self.history_id || revision > snapshot.revision {
             return None;
         }
-        let start = self.steps.partition_point(|step| step.from <= revision);
-        if revision < snapshot.revision && start == 0 {
-            return None;
-        }
-        let steps = self.steps.iter().skip(start.saturating_sub(1)).filter(|_| revision < snapshot.revision);
+        let start = match self.steps.binary_search_by_key(&revision, |step| step.from) {
+            Ok(start) => start,
+            Err(_) if revision == snapshot.revision => self.steps.len(),
+            Err(_) => return None,
+        };
         let (mut workers, mut policies) = (BTreeSet::new(), BTreeSet::new());
-        for step in steps {
+        for step in self.steps.iter().skip(start) {
             workers.extend(step.workers.iter().copied());
             policies.extend(step.policies.iter().cloned());
         }
@@ -237,15 +238,19 @@ mod tests {
                 snapshots.push(snapshot(2 + revision as u64, &workers));
             }
             let feed = Feed::new(snapshots[0].clone());
-            let mut at = 0;
+            let mut published = vec![0];
             for step in steps {
-                at = (at + step).min(snapshots.len() - 1);
+                let at = (published[published.len() - 1] + step).min(snapshots.len() - 1);
                 feed.publish(Published::new(snapshots[at].clone()));
+                published.push(at);
             }
             let latest = Arc::clone(&feed.latest.borrow());
-            for have in snapshots.iter().take(at + 1) {
-                let delta = feed.delta(Uuid::nil(), have.revision, &latest).unwrap();
-                prop_assert_eq!(&have.apply(&delta).unwrap(), &latest.snapshot);
+            for (at, have) in snapshots.iter().enumerate() {
+                let delta = feed.delta(Uuid::nil(), have.revision, &latest);
+                prop_assert_eq!(delta.is_some(), published.contains(&at));
+                if let Some(delta) = delta {
+                    prop_assert_eq!(&have.apply(&delta).unwrap(), &latest.snapshot);
+                }
             }
         }
     }

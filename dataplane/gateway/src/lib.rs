@@ -1,1 +1,74 @@
-//! The data plane: front, select, dispatch, relay.
+//! The data plane: a stateless gateway that routes with the fleet's last snapshot.
+//!
+//! ```text
+//!  front ──► select ──► dispatch ──► relay          per request
+//!    │         ▲
+//!    │         │ routing table, swapped whole
+//!  admin ──► sync ◄── control plane                 per change of the fleet
+//! ```
+//!
+//! A gateway needs nothing from the control plane to route: a lost stream delays changes and fails no request.
+
+pub mod clock;
+pub mod core;
+pub mod decision;
+pub mod dispatch;
+pub mod fleet;
+pub mod front;
+pub mod options;
+pub mod relay;
+pub mod resilience;
+pub mod select;
+pub mod sync;
+
+use std::sync::Arc;
+
+use axum::Router;
+use smg_telemetry::Metrics;
+
+pub use crate::core::Core;
+pub use options::GatewayOptions;
+pub use sync::Link;
+pub use sync::dial::Dial;
+
+/// A running gateway, without its listener.
+pub struct Gateway {
+    core: Arc<Core>,
+    link: Arc<Link>,
+}
+
+impl Gateway {
+    /// Starts the subscription to the control plane.
+    pub fn start(options: GatewayOptions, metrics: Arc<Metrics>, dial: Dial) -> Self {
+        let core = Core::new(options, metrics);
+        let link = sync::start(Arc::clone(&core), dial);
+        Self { core, link }
+    }
+
+    /// The service of its API port.
+    pub fn router(&self) -> Router {
+        front::router(Arc::clone(&self.core), Arc::clone(&self.link))
+    }
+
+    /// What its parts share.
+    pub fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// Its way to the control plane.
+    pub fn link(&self) -> &Arc<Link> {
+        &self.link
+    }
+
+    /// From now on it is not ready; requests are still served.
+    pub fn begin_drain(&self) {
+        self.core.draining.cancel();
+    }
+
+    /// Waits for work that outlives its requests, at most until `limit`, and ends the rest.
+    pub async fn close(&self, limit: std::time::Duration) {
+        self.core.background.close();
+        let _ = tokio::time::timeout(limit, self.core.background.wait()).await;
+        self.core.closing.cancel();
+    }
+}

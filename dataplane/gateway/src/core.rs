@@ -1,0 +1,72 @@
+//! What every part of a gateway shares.
+
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use smg_telemetry::Metrics;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::clock::Clock;
+use crate::decision::Decisions;
+use crate::dispatch::leg::LegBody;
+use crate::fleet::table::RoutingTable;
+use crate::options::GatewayOptions;
+
+/// The HTTP client of legs and probes.
+pub type HttpClient = Client<HttpConnector, LegBody>;
+
+/// What every part of a gateway shares.
+pub struct Core {
+    /// Settings of the process.
+    pub options: GatewayOptions,
+    /// The routing table in use. One pointer; replaced whole.
+    pub table: ArcSwap<RoutingTable>,
+    /// The revision of that table, for those who wait for it.
+    pub revision: watch::Sender<u64>,
+    /// Connections to workers.
+    pub client: HttpClient,
+    /// Metrics of the process.
+    pub metrics: Arc<Metrics>,
+    /// Decision records.
+    pub decisions: Decisions,
+    /// Monotonic time.
+    pub clock: Clock,
+    /// Work that outlives its request: prefill drains.
+    pub background: TaskTracker,
+    /// Set when the process is about to stop: readiness turns false.
+    pub draining: CancellationToken,
+    /// Set when background work must end.
+    pub closing: CancellationToken,
+}
+
+impl Core {
+    /// A gateway with an empty fleet.
+    pub fn new(options: GatewayOptions, metrics: Arc<Metrics>) -> Arc<Self> {
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(options.connect_timeout));
+        connector.set_keepalive(Some(std::time::Duration::from_secs(30)));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(options.pool_idle_timeout)
+            .pool_max_idle_per_host(500)
+            .build(connector);
+        Arc::new(Self {
+            client,
+            table: ArcSwap::from_pointee(RoutingTable::empty()),
+            revision: watch::Sender::new(0),
+            decisions: Decisions::new(Arc::clone(&metrics)),
+            clock: Clock::start(),
+            background: TaskTracker::new(),
+            draining: CancellationToken::new(),
+            closing: CancellationToken::new(),
+            options,
+            metrics,
+        })
+    }
+}

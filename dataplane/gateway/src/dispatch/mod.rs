@@ -1,0 +1,344 @@
+//! Serving one request: attempts over selected workers, each run by the protocol of its pair.
+//!
+//! ```text
+//!  select ──► parallel    both legs at once around a rendezvous           (SGLang and other non-vLLM prefills)
+//!         ──► sequential  prefill, then decode with what it handed over   (vLLM prefills)
+//!         ──► regular     one leg
+//! ```
+//!
+//! Invariants
+//! * each leg holds a claim on its worker, so every failure is charged to the leg that failed and every exit releases what it took;
+//! * an attempt that failed before its response head may be followed by another on workers not tried yet; after that nothing is retried;
+//! * dropping the future (the client left) closes both legs.
+
+pub mod leg;
+mod parallel;
+mod regular;
+mod respond;
+pub mod scope;
+mod sequential;
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use http::{HeaderMap, Response, StatusCode};
+use hyper::body::Incoming;
+use smg_engines::{ClientBody, Route};
+use smg_fleet::policy::ClientHandoffFields;
+use smg_fleet::{Runtime, WorkerId};
+use smg_telemetry::ROUTERS;
+use tokio::time::Instant;
+
+use crate::core::Core;
+use crate::decision::{Attempt, Decision, Record};
+use crate::fleet::table::{Lookup, ModelPool};
+use crate::fleet::worker::RoutedWorker;
+use crate::front::error::GatewayError;
+use crate::resilience::retry;
+use crate::select::{self, SelectError, Selection, Tried};
+use scope::{Backend, Scope};
+
+/// A request that has been read.
+pub struct Inbound {
+    /// Its route.
+    pub route: Route,
+    /// Its headers.
+    pub headers: HeaderMap,
+    /// Its body.
+    pub body: ClientBody,
+    /// Its id: the client's or a minted one.
+    pub request_id: String,
+    /// When it arrived.
+    pub arrived: std::time::Instant,
+}
+
+/// What an attempt needs besides its workers.
+struct Job<'a> {
+    core: &'a Arc<Core>,
+    request: &'a Inbound,
+    client_fields: ClientHandoffFields,
+    deadline: Instant,
+    decision: Decision,
+    attempt: usize,
+    model: Arc<str>,
+}
+
+impl Job<'_> {
+    fn headers(&self, worker: &RoutedWorker) -> HeaderMap {
+        smg_engines::headers::leg_headers(
+            &self.request.headers,
+            &self.request.request_id,
+            worker.record.spec.api_key.as_deref(),
+        )
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Attempt, u64)) {
+        self.decision.attempt(self.attempt, change);
+    }
+}
+
+/// A failed attempt.
+struct Failed {
+    failure: Failure,
+    /// The worker that failed it.
+    blamed: Option<WorkerId>,
+}
+
+enum Failure {
+    /// The gateway's own words.
+    Gateway(GatewayError),
+    /// An engine's error response, which passes through as it is.
+    Engine { response: Response<Incoming>, code: &'static str },
+}
+
+impl Failed {
+    fn gateway(error: GatewayError, blamed: Option<WorkerId>) -> Self {
+        Self { failure: Failure::Gateway(error), blamed }
+    }
+
+    fn engine(response: Response<Incoming>, code: &'static str, worker: WorkerId) -> Self {
+        let blamed = retry::is_retryable(response.status()).then_some(worker);
+        Self { failure: Failure::Engine { response, code }, blamed }
+    }
+
+    fn is_retryable(&self) -> bool {
+        match &self.failure {
+            Failure::Gateway(error) => error.is_retryable(),
+            Failure::Engine { response, .. } => retry::is_retryable(response.status()),
+        }
+    }
+
+    fn status(&self) -> StatusCode {
+        match &self.failure {
+            Failure::Gateway(error) => error.status(),
+            Failure::Engine { response, .. } => response.status(),
+        }
+    }
+
+    fn code(&self) -> &'static str {
+        match &self.failure {
+            Failure::Gateway(error) => error.code(),
+            Failure::Engine { code, .. } => code,
+        }
+    }
+
+    fn describe(&self) -> String {
+        match &self.failure {
+            Failure::Gateway(error) => error.to_string(),
+            Failure::Engine { response, code } => format!("{code}: the engine answered {}", response.status()),
+        }
+    }
+
+    fn into_response(self, core: &Core, deadline: Instant) -> Response<Body> {
+        match self.failure {
+            Failure::Gateway(error) => error.into_response(),
+            Failure::Engine { response, code } => respond::pass_error_through(core, response, code, deadline),
+        }
+    }
+}
+
+/// Serves one request.
+pub async fn serve(core: &Arc<Core>, request: Inbound) -> Response<Body> {
+    let table = core.table.load_full();
+    let pool = match table.lookup(request.body.model()) {
+        Lookup::Pool(pool) => pool,
+        Lookup::UnknownModel => {
+            let model = request.body.model().unwrap_or_default().to_owned();
+            return GatewayError::ModelNotFound(model).into_response();
+        }
+        Lookup::ModelRequired => return GatewayError::ModelRequired.into_response(),
+        Lookup::NoWorkers => return GatewayError::Select(SelectError::Empty("prefill")).into_response(),
+    };
+    drop(table);
+    let record = Record {
+        request_id: request.request_id.clone(),
+        arrived_at_unix_ms: smg_net::unix_millis(),
+        endpoint: request.route.endpoint_label(),
+        model: pool.model.to_string(),
+        streaming: request.body.stream(),
+        revision: *core.revision.borrow(),
+        candidates: [pool.regulars.len(), pool.prefills.len(), pool.decodes.len()],
+        ..Record::default()
+    };
+    let decision = core.decisions.open(record, request.arrived);
+    run_attempts(core, &request, pool, decision).await
+}
+
+async fn run_attempts(
+    core: &Arc<Core>,
+    request: &Inbound,
+    mut pool: Arc<ModelPool>,
+    decision: Decision,
+) -> Response<Body> {
+    let deadline = Instant::from_std(request.arrived) + core.options.request_timeout;
+    let attempts = pool.settings.retry.attempts;
+    let only_regular = pool.prefills.is_empty() && pool.decodes.is_empty() && !pool.regulars.is_empty();
+    let mut scope = Some(open_scope(
+        core,
+        request,
+        &pool,
+        &decision,
+        if only_regular { Backend::Regular } else { Backend::PrefillDecode },
+    ));
+    let mut tried = Tried::default();
+    let mut last: Option<Failed> = None;
+    for attempt in 0..attempts {
+        if attempt > 0 {
+            pause(core, request, &pool, attempt).await;
+            // The fleet may have changed while this request waited.
+            if let Lookup::Pool(newer) = core.table.load().lookup(request.body.model()) {
+                pool = newer;
+            }
+        }
+        let mut excluded = Vec::new();
+        let selection = match select::select(&pool, &tried, rand::random, &mut excluded) {
+            Ok(selection) => selection,
+            Err(error) => {
+                note_refusal(&decision, &pool, &error, excluded);
+                // A retry that finds nobody left answers with what the attempt before it met.
+                last = last.or_else(|| Some(Failed::gateway(GatewayError::Select(error), None)));
+                break;
+            }
+        };
+        let job = begin(core, request, &pool, &decision, &selection, excluded, deadline);
+        let ids = match &selection {
+            Selection::Regular(worker) => (worker.worker().id(), worker.worker().id()),
+            Selection::Pair { prefill, decode } => (prefill.worker().id(), decode.worker().id()),
+        };
+        match run(&job, selection, &mut scope).await {
+            Ok(response) => return response,
+            Err(failed) => {
+                let (status, message) = (failed.status(), failed.describe());
+                tracing::debug!(target: ROUTERS, request_id = %request.request_id, %status, message, "attempt failed");
+                job.note(|attempt, _| attempt.error = Some(message));
+                tried.note(ids.0, ids.1, failed.blamed);
+                let again = failed.is_retryable();
+                last = Some(failed);
+                if !again {
+                    break;
+                }
+            }
+        }
+    }
+    let Some(failed) = last else {
+        return GatewayError::Select(SelectError::Unavailable("prefill")).into_response();
+    };
+    if failed.is_retryable() && attempts > 1 {
+        let endpoint = request.route.endpoint_label();
+        core.metrics.worker_retries_exhausted.with_label_values(&[worker_type(&pool), endpoint]).inc();
+    }
+    if let Some(mut scope) = scope {
+        scope.fail(failed.status(), failed.code());
+    }
+    failed.into_response(core, deadline)
+}
+
+fn worker_type(pool: &ModelPool) -> &'static str {
+    if pool.prefills.is_empty() { "regular" } else { "pd" }
+}
+
+fn open_scope(core: &Core, request: &Inbound, pool: &ModelPool, decision: &Decision, backend: Backend) -> Scope {
+    Scope::open(
+        Arc::clone(&core.metrics),
+        decision.clone(),
+        Arc::clone(&pool.model),
+        request.route,
+        backend,
+        request.body.stream(),
+    )
+}
+
+async fn pause(core: &Core, request: &Inbound, pool: &ModelPool, attempt: u32) {
+    let delay = retry::delay(&pool.settings.retry, attempt, rand::random());
+    let endpoint = request.route.endpoint_label();
+    core.metrics.worker_retries.with_label_values(&[worker_type(pool), endpoint]).inc();
+    core.metrics.worker_retry_backoff.with_label_values(&[&attempt.to_string()]).observe(delay.as_secs_f64());
+    tokio::time::sleep(delay).await;
+}
+
+fn note_refusal(decision: &Decision, pool: &ModelPool, error: &SelectError, excluded: Vec<crate::decision::Exclusion>) {
+    if let SelectError::Incompatible(_) = error {
+        tracing::warn!(target: ROUTERS, model = %pool.model, %error, "no compatible pair");
+    } else {
+        tracing::debug!(target: ROUTERS, model = %pool.model, %error, "nothing to select");
+    }
+    decision.begin_attempt(Attempt {
+        dispatch: "none",
+        excluded,
+        error: Some(error.to_string()),
+        ..Attempt::default()
+    });
+}
+
+fn begin<'a>(
+    core: &'a Arc<Core>,
+    request: &'a Inbound,
+    pool: &ModelPool,
+    decision: &Decision,
+    selection: &Selection,
+    excluded: Vec<crate::decision::Exclusion>,
+    deadline: Instant,
+) -> Job<'a> {
+    let count = |worker: &RoutedWorker, policy: &'static str| {
+        let labels = [worker.role().as_str(), worker.record.wire().as_str(), &*pool.model, policy];
+        core.metrics.worker_selection.with_label_values(&labels).inc();
+    };
+    let mut attempt = Attempt { excluded, ..Attempt::default() };
+    match selection {
+        Selection::Regular(worker) => {
+            let policy = pool.policies.regular.name().as_str();
+            count(worker.worker(), policy);
+            attempt.regular = Some(worker.worker().url.as_str().to_owned());
+            attempt.dispatch = "regular";
+            tracing::debug!(
+                target: ROUTERS,
+                request_id = %request.request_id,
+                model = %pool.model,
+                worker = %worker.worker().url,
+                "selected worker"
+            );
+        }
+        Selection::Pair { prefill, decode } => {
+            let (prefill_policy, decode_policy) = (pool.policies.prefill.name(), pool.policies.decode.name());
+            count(prefill.worker(), prefill_policy.as_str());
+            count(decode.worker(), decode_policy.as_str());
+            attempt.prefill = Some(prefill.worker().url.as_str().to_owned());
+            attempt.decode = Some(decode.worker().url.as_str().to_owned());
+            attempt.prefill_policy = Some(prefill_policy.as_str());
+            attempt.decode_policy = Some(decode_policy.as_str());
+            attempt.dispatch = if is_sequential(prefill.worker()) { "sequential" } else { "parallel" };
+            tracing::debug!(
+                target: ROUTERS,
+                request_id = %request.request_id,
+                model = %pool.model,
+                prefill = %prefill.worker().url,
+                decode = %decode.worker().url,
+                "selected pair"
+            );
+        }
+    }
+    Job {
+        core,
+        request,
+        client_fields: pool.settings.client_handoff_fields,
+        deadline,
+        attempt: decision.begin_attempt(attempt),
+        decision: decision.clone(),
+        model: Arc::clone(&pool.model),
+    }
+}
+
+/// vLLM prefills run sequentially; every other engine meets its decode at a rendezvous.
+fn is_sequential(prefill: &RoutedWorker) -> bool {
+    prefill.engine() == Runtime::Vllm
+}
+
+async fn run(job: &Job<'_>, selection: Selection, scope: &mut Option<Scope>) -> Result<Response<Body>, Failed> {
+    match selection {
+        Selection::Regular(worker) => regular::run(job, worker, scope).await,
+        Selection::Pair { prefill, decode } if is_sequential(prefill.worker()) => {
+            sequential::run(job, prefill, decode, scope).await
+        }
+        Selection::Pair { prefill, decode } => parallel::run(job, prefill, decode, scope).await,
+    }
+}

@@ -1,0 +1,5 @@
+//! The fleet as this gateway routes it: an immutable [`table::RoutingTable`] per snapshot, and per worker what this gateway knows about
+//! it ([`worker::WorkerRuntime`]), which outlives snapshots.
+
+pub mod table;
+pub mod worker;

@@ -1,0 +1,399 @@
+//! The routing table of one snapshot.
+//!
+//! Everything that does not depend on the request or on this moment is worked out here, once per snapshot and off the hot path: which
+//! workers serve a model, which prefill pairs with which decode, which settings hold. Building one is a pure function of the snapshot and
+//! of the runtimes and policy instances kept from the table before; publishing it is one pointer swap.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use smg_fleet::pairing::{self, PairingMode};
+use smg_fleet::policy::PolicyName;
+use smg_fleet::{Health, Intent, Settings, Snapshot, Wire, WorkerId, WorkerType, info};
+use smg_policies::{Leg, Policy};
+use smg_telemetry::{Metrics, SMG};
+use thiserror::Error;
+
+use super::worker::{RoutedWorker, WorkerRuntime};
+use crate::clock::Clock;
+
+/// The label of requests that name no model that a worker declared.
+pub const UNKNOWN_MODEL: &str = "unknown";
+
+/// Why a snapshot cannot be routed with.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum TableError {
+    /// A policy this version does not have.
+    #[error("policy document '{model}': {reason}")]
+    Policy {
+        /// Which document.
+        model: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A worker whose address makes no request target.
+    #[error("worker {id}: its url is not usable")]
+    Worker {
+        /// Which worker.
+        id: WorkerId,
+    },
+}
+
+/// A prefill with the decodes it can hand over to.
+#[derive(Debug)]
+pub struct PrefillEntry {
+    /// The worker.
+    pub worker: Arc<RoutedWorker>,
+    /// Positions in [`ModelPool::decodes`], ascending.
+    pub partners: Vec<usize>,
+}
+
+/// Why no prefill pairs with any decode.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mismatch {
+    /// Every component that keeps a pair apart.
+    pub components: Vec<String>,
+    /// The prefills' keys.
+    pub prefill_keys: Vec<String>,
+    /// The decodes' keys.
+    pub decode_keys: Vec<String>,
+}
+
+/// The instances of one model's policies. Each leg has its own, so that stateful ones do not disturb each other.
+#[derive(Debug)]
+pub struct ModelPolicies {
+    /// For regular workers.
+    pub regular: Box<dyn Policy>,
+    /// For the prefill leg.
+    pub prefill: Box<dyn Policy>,
+    /// For the decode leg.
+    pub decode: Box<dyn Policy>,
+}
+
+impl ModelPolicies {
+    fn build(settings: &Settings) -> Result<Self, smg_policies::PolicyError> {
+        Ok(Self {
+            regular: smg_policies::build(settings.regular_policy, Leg::Regular)?,
+            prefill: smg_policies::build(settings.prefill_policy, Leg::Prefill)?,
+            decode: smg_policies::build(settings.decode_policy, Leg::Decode)?,
+        })
+    }
+
+    fn names(&self) -> [PolicyName; 3] {
+        [self.regular.name(), self.prefill.name(), self.decode.name()]
+    }
+}
+
+/// The workers and settings of one model.
+#[derive(Debug)]
+pub struct ModelPool {
+    /// The canonical id: also the `model` label of metrics.
+    pub model: Arc<str>,
+    /// What holds for it.
+    pub settings: Settings,
+    /// Its policy instances.
+    pub policies: Arc<ModelPolicies>,
+    /// Workers that serve whole requests.
+    pub regulars: Vec<Arc<RoutedWorker>>,
+    /// Prefills, paired.
+    pub prefills: Vec<PrefillEntry>,
+    /// Decodes.
+    pub decodes: Vec<Arc<RoutedWorker>>,
+    /// Set when both legs have workers and none pair.
+    pub mismatch: Option<Mismatch>,
+}
+
+/// The routing table of one snapshot.
+#[derive(Debug)]
+pub struct RoutingTable {
+    /// The snapshot it was built from.
+    pub snapshot: Arc<Snapshot>,
+    models: HashMap<Arc<str>, Arc<ModelPool>>,
+    canonical: BTreeSet<Arc<str>>,
+    /// Workers that serve any model.
+    wildcard: Option<Arc<ModelPool>>,
+    runtimes: BTreeMap<WorkerId, Arc<WorkerRuntime>>,
+}
+
+/// What a request's model leads to.
+#[derive(Debug)]
+pub enum Lookup {
+    /// Its pool.
+    Pool(Arc<ModelPool>),
+    /// Workers declare models and none is this one.
+    UnknownModel,
+    /// The request names no model and several are served.
+    ModelRequired,
+    /// There is no registered worker at all.
+    NoWorkers,
+}
+
+impl RoutingTable {
+    /// The table of an empty fleet.
+    pub fn empty() -> Self {
+        Self {
+            snapshot: Arc::default(),
+            models: HashMap::new(),
+            canonical: BTreeSet::new(),
+            wildcard: None,
+            runtimes: BTreeMap::new(),
+        }
+    }
+
+    /// Builds the table of `snapshot`, keeping what `previous` knows about workers and policies.
+    ///
+    /// # Errors
+    /// When the snapshot asks for something this version does not have; the previous table stays in use.
+    pub fn build(
+        snapshot: Arc<Snapshot>,
+        previous: &RoutingTable,
+        clock: Clock,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Self, TableError> {
+        let mut runtimes = BTreeMap::new();
+        for worker in snapshot.workers.values() {
+            let known = previous.runtimes.get(&worker.id).cloned();
+            let runtime =
+                known.unwrap_or_else(|| Arc::new(WorkerRuntime::new(&worker.spec.url, clock, Arc::clone(metrics))));
+            let was_down = previous.snapshot.workers.get(&worker.id).is_some_and(|old| old.health != Health::Ready);
+            if was_down && worker.health == Health::Ready {
+                runtime.health_returned();
+            }
+            runtimes.insert(worker.id, runtime);
+        }
+        let mut builder =
+            Builder { snapshot: &snapshot, previous, runtimes: &runtimes, metrics, workers: BTreeMap::new() };
+        let (models, canonical, wildcard) = builder.pools()?;
+        Ok(Self { models, canonical, wildcard, runtimes, snapshot })
+    }
+
+    /// What `model` leads to. No model means the only one.
+    pub fn lookup(&self, model: Option<&str>) -> Lookup {
+        let found = match model {
+            Some(model) => self.models.get(model),
+            None if self.canonical.len() == 1 => self.canonical.first().and_then(|only| self.models.get(only)),
+            None if self.canonical.len() > 1 => return Lookup::ModelRequired,
+            None => None,
+        };
+        match found.or(self.wildcard.as_ref()) {
+            Some(pool) => Lookup::Pool(Arc::clone(pool)),
+            None if !self.canonical.is_empty() => Lookup::UnknownModel,
+            None => Lookup::NoWorkers,
+        }
+    }
+
+    /// The canonical ids of the models served, in order, each with whether it has a registered worker.
+    pub fn models(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.canonical.iter()
+    }
+
+    /// Whether some worker serves any model.
+    pub fn has_wildcard(&self) -> bool {
+        self.wildcard.is_some()
+    }
+
+    /// What this gateway knows about a worker.
+    pub fn runtime(&self, id: WorkerId) -> Option<&Arc<WorkerRuntime>> {
+        self.runtimes.get(&id)
+    }
+
+    /// Runtimes of workers that are not in `newer`.
+    pub fn departed<'a>(&'a self, newer: &'a RoutingTable) -> impl Iterator<Item = &'a Arc<WorkerRuntime>> {
+        self.runtimes.iter().filter(|(id, _)| !newer.runtimes.contains_key(id)).map(|(_, runtime)| runtime)
+    }
+
+    /// Counts for readiness: healthy workers per role, all registered workers, all healthy ones.
+    pub fn census(&self) -> Census {
+        let mut census = Census::default();
+        for worker in self.snapshot.workers.values() {
+            census.total += 1;
+            let reachable = self.runtimes.get(&worker.id).is_none_or(|runtime| !runtime.is_unreachable());
+            if worker.is_routable() && reachable {
+                census.healthy += 1;
+                match worker.spec.worker_type {
+                    WorkerType::Regular => census.regulars += 1,
+                    WorkerType::Prefill => census.prefills += 1,
+                    WorkerType::Decode => census.decodes += 1,
+                    WorkerType::Encode => {}
+                }
+            }
+        }
+        census
+    }
+}
+
+/// Counts of workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[allow(missing_docs)]
+pub struct Census {
+    pub total: usize,
+    pub healthy: usize,
+    pub regulars: usize,
+    pub prefills: usize,
+    pub decodes: usize,
+}
+
+impl Census {
+    /// Whether a whole request can be served: one regular worker, or both legs.
+    pub fn is_ready(&self) -> bool {
+        self.regulars > 0 || (self.prefills > 0 && self.decodes > 0)
+    }
+}
+
+type Pools = (HashMap<Arc<str>, Arc<ModelPool>>, BTreeSet<Arc<str>>, Option<Arc<ModelPool>>);
+
+struct Builder<'a> {
+    snapshot: &'a Arc<Snapshot>,
+    previous: &'a RoutingTable,
+    runtimes: &'a BTreeMap<WorkerId, Arc<WorkerRuntime>>,
+    metrics: &'a Arc<Metrics>,
+    workers: BTreeMap<(WorkerId, Arc<str>), Arc<RoutedWorker>>,
+}
+
+impl Builder<'_> {
+    fn pools(&mut self) -> Result<Pools, TableError> {
+        // Draining workers get no request again: they are not part of the table. HTTP is the wire this version routes.
+        let routed: Vec<_> = self
+            .snapshot
+            .workers
+            .values()
+            .filter(|worker| worker.facts.is_some() && worker.intent != Intent::Draining && worker.wire() == Wire::Http)
+            .cloned()
+            .collect();
+        let mut names: BTreeMap<Arc<str>, Arc<str>> = BTreeMap::new();
+        for worker in &routed {
+            for card in worker.models() {
+                let canonical: Arc<str> = Arc::from(card.id.as_str());
+                names.insert(Arc::clone(&canonical), Arc::clone(&canonical));
+                for alias in &card.aliases {
+                    names.entry(Arc::from(alias.as_str())).or_insert_with(|| Arc::clone(&canonical));
+                }
+            }
+        }
+        let canonical: BTreeSet<Arc<str>> = names.values().cloned().collect();
+        let mut pools: HashMap<Arc<str>, Arc<ModelPool>> = HashMap::new();
+        for model in &canonical {
+            let members: Vec<_> = routed.iter().filter(|worker| info::serves(worker, model)).cloned().collect();
+            pools.insert(Arc::clone(model), Arc::new(self.pool(model, &members)?));
+        }
+        let models = names
+            .iter()
+            .filter_map(|(name, canonical)| Some((Arc::clone(name), Arc::clone(pools.get(canonical)?))))
+            .collect();
+        let any: Vec<_> = routed.iter().filter(|worker| worker.models().is_empty()).cloned().collect();
+        let wildcard = if any.is_empty() { None } else { Some(Arc::new(self.pool(&Arc::from(UNKNOWN_MODEL), &any)?)) };
+        Ok((models, canonical, wildcard))
+    }
+
+    fn pool(&mut self, model: &Arc<str>, members: &[Arc<smg_fleet::Worker>]) -> Result<ModelPool, TableError> {
+        let settings = self.snapshot.settings(model);
+        let policies = self.policies(model, &settings)?;
+        let (mut regulars, mut prefills, mut decodes) = (Vec::new(), Vec::new(), Vec::new());
+        for member in members {
+            let worker = self.routed(model, member, &settings)?;
+            match member.spec.worker_type {
+                WorkerType::Regular => regulars.push(worker),
+                WorkerType::Prefill => prefills.push(worker),
+                WorkerType::Decode => decodes.push(worker),
+                WorkerType::Encode => {}
+            }
+        }
+        let (prefills, mismatch) = pair(prefills, &decodes, settings.pairing_mode);
+        if let Some(mismatch) = &mismatch {
+            tracing::warn!(
+                target: SMG,
+                %model,
+                components = ?mismatch.components,
+                prefill = ?mismatch.prefill_keys,
+                decode = ?mismatch.decode_keys,
+                "no prefill shares a KV transfer protocol with any decode"
+            );
+        }
+        Ok(ModelPool { model: Arc::clone(model), settings, policies, regulars, prefills, decodes, mismatch })
+    }
+
+    fn routed(
+        &mut self,
+        model: &Arc<str>,
+        member: &Arc<smg_fleet::Worker>,
+        settings: &Settings,
+    ) -> Result<Arc<RoutedWorker>, TableError> {
+        let key = (member.id, Arc::clone(model));
+        if let Some(known) = self.workers.get(&key) {
+            return Ok(Arc::clone(known));
+        }
+        let runtime = self.runtimes.get(&member.id).cloned().ok_or(TableError::Worker { id: member.id })?;
+        let worker = RoutedWorker::new(Arc::clone(member), runtime, settings, self.metrics)
+            .ok_or(TableError::Worker { id: member.id })?;
+        let worker = Arc::new(worker);
+        self.workers.insert(key, Arc::clone(&worker));
+        Ok(worker)
+    }
+
+    /// The policy instances of the table before, as long as they are the ones asked for: a rotation goes on where it was.
+    fn policies(&self, model: &Arc<str>, settings: &Settings) -> Result<Arc<ModelPolicies>, TableError> {
+        let wanted = [settings.regular_policy, settings.prefill_policy, settings.decode_policy];
+        let pool = self
+            .previous
+            .models
+            .get(model)
+            .or_else(|| self.previous.wildcard.as_ref().filter(|pool| pool.model == *model));
+        if let Some(pool) = pool
+            && pool.policies.names() == wanted
+        {
+            return Ok(Arc::clone(&pool.policies));
+        }
+        ModelPolicies::build(settings)
+            .map(Arc::new)
+            .map_err(|error| TableError::Policy { model: model.to_string(), reason: error.to_string() })
+    }
+}
+
+/// Works out which prefill pairs with which decode. Equal descriptors are compared once.
+fn pair(
+    prefills: Vec<Arc<RoutedWorker>>,
+    decodes: &[Arc<RoutedWorker>],
+    mode: PairingMode,
+) -> (Vec<PrefillEntry>, Option<Mismatch>) {
+    let mut partners_of = HashMap::new();
+    let mut components = BTreeSet::new();
+    let mut entries = Vec::with_capacity(prefills.len());
+    for worker in prefills {
+        let partners = match &worker.descriptor {
+            None => Vec::new(),
+            Some(descriptor) => partners_of
+                .entry(descriptor.clone())
+                .or_insert_with(|| {
+                    let compare = |decode: &Arc<RoutedWorker>| match &decode.descriptor {
+                        Some(other) => pairing::mismatch(descriptor, other, mode),
+                        None => vec!["runtime".to_owned()],
+                    };
+                    let mut partners = Vec::new();
+                    for (index, decode) in decodes.iter().enumerate() {
+                        let differing = compare(decode);
+                        if differing.is_empty() {
+                            partners.push(index);
+                        } else {
+                            components.extend(differing);
+                        }
+                    }
+                    partners
+                })
+                .clone(),
+        };
+        entries.push(PrefillEntry { worker, partners });
+    }
+    let unpaired = !entries.is_empty() && !decodes.is_empty() && entries.iter().all(|entry| entry.partners.is_empty());
+    let mismatch = unpaired.then(|| Mismatch {
+        components: components.into_iter().collect(),
+        prefill_keys: keys(entries.iter().map(|entry| &entry.worker)),
+        decode_keys: keys(decodes.iter()),
+    });
+    (entries, mismatch)
+}
+
+fn keys<'a>(workers: impl Iterator<Item = &'a Arc<RoutedWorker>>) -> Vec<String> {
+    let keys: BTreeSet<String> =
+        workers.filter_map(|worker| worker.descriptor.as_ref()).map(pairing::Descriptor::key).collect();
+    keys.into_iter().collect()
+}

@@ -1,0 +1,298 @@
+//! One worker as this gateway sees it.
+//!
+//! [`RoutedWorker`] is the worker of one snapshot with everything a leg needs precomputed. [`WorkerRuntime`] is what this gateway learned:
+//! in-flight load, breaker, ejection. It is kept by worker id across snapshots, so a change of the fleet never loses a count.
+//!
+//! [`InFlight`] is the claim of one leg on one worker. Whatever way a request ends, dropping the claim releases the load and the breaker's
+//! admission exactly once.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use http::{StatusCode, Uri};
+use parking_lot::Mutex;
+use prometheus::{IntCounter, IntGauge};
+use smg_engines::vllm::{Connector, MooncakePeer};
+use smg_engines::{Route, sglang};
+use smg_fleet::pairing::Descriptor;
+use smg_fleet::policy::Breaker as BreakerSettings;
+use smg_fleet::worker::Worker;
+use smg_fleet::{Runtime, Settings, WorkerId, WorkerType, WorkerUrl};
+use smg_telemetry::{Metrics, SMG};
+
+use crate::clock::Clock;
+use crate::resilience::breaker::{Admission, Breaker, Phase, Verdict};
+use crate::resilience::retry;
+
+/// What this gateway knows about a worker, whatever the snapshot.
+#[derive(Debug)]
+pub struct WorkerRuntime {
+    url: String,
+    load: AtomicU64,
+    breaker: Mutex<Breaker>,
+    unreachable: AtomicBool,
+    active: IntGauge,
+    breaker_state: IntGauge,
+    breaker_failures: IntGauge,
+    breaker_successes: IntGauge,
+    stalled: IntGauge,
+    clock: Clock,
+    metrics: Arc<Metrics>,
+}
+
+impl WorkerRuntime {
+    /// A worker nothing is known about yet.
+    pub fn new(url: &str, clock: Clock, metrics: Arc<Metrics>) -> Self {
+        Self {
+            url: url.to_owned(),
+            load: AtomicU64::new(0),
+            breaker: Mutex::default(),
+            unreachable: AtomicBool::new(false),
+            active: metrics.worker_requests_active.with_label_values(&[url]),
+            breaker_state: metrics.worker_cb_state.with_label_values(&[url]),
+            breaker_failures: metrics.worker_cb_consecutive_failures.with_label_values(&[url]),
+            breaker_successes: metrics.worker_cb_consecutive_successes.with_label_values(&[url]),
+            stalled: metrics.worker_stalled.with_label_values(&[url, "unreachable"]),
+            clock,
+            metrics,
+        }
+    }
+
+    /// In-flight requests of this gateway.
+    pub fn load(&self) -> u64 {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    /// The breaker's phase.
+    pub fn breaker_phase(&self) -> Phase {
+        self.breaker.lock().phase()
+    }
+
+    /// Whether this gateway ejected the worker.
+    pub fn is_unreachable(&self) -> bool {
+        self.unreachable.load(Ordering::Acquire)
+    }
+
+    /// Ejects the worker; true for the caller that did.
+    pub fn eject(&self) -> bool {
+        let first = !self.unreachable.swap(true, Ordering::AcqRel);
+        if first {
+            self.stalled.set(1);
+            self.metrics.worker_stall_transitions.with_label_values(&[self.url.as_str(), "unreachable"]).inc();
+        }
+        first
+    }
+
+    /// Takes the worker back.
+    pub fn readmit(&self) {
+        self.unreachable.store(false, Ordering::Release);
+        self.stalled.set(0);
+        self.health_returned();
+    }
+
+    /// Active probes succeed again.
+    pub fn health_returned(&self) {
+        let transition = self.breaker.lock().health_returned();
+        self.note_transition(transition);
+    }
+
+    fn note_transition(&self, transition: Option<(Phase, Phase)>) {
+        if let Some((from, to)) = transition {
+            self.metrics
+                .worker_cb_transitions
+                .with_label_values(&[self.url.as_str(), from.as_str(), to.as_str()])
+                .inc();
+            self.breaker_state.set(to.gauge());
+            tracing::info!(target: SMG, worker = %self.url, from = from.as_str(), to = to.as_str(), "circuit breaker");
+        }
+    }
+
+    /// Removes the series of a worker that left the fleet.
+    pub fn forget(&self) {
+        let url = [self.url.as_str()];
+        let _ = self.metrics.worker_requests_active.remove_label_values(&url);
+        let _ = self.metrics.worker_cb_state.remove_label_values(&url);
+        let _ = self.metrics.worker_cb_consecutive_failures.remove_label_values(&url);
+        let _ = self.metrics.worker_cb_consecutive_successes.remove_label_values(&url);
+        let _ = self.metrics.worker_stalled.remove_label_values(&[self.url.as_str(), "unreachable"]);
+    }
+}
+
+/// A worker of one snapshot.
+#[derive(Debug)]
+pub struct RoutedWorker {
+    /// As the fleet has it.
+    pub record: Arc<Worker>,
+    /// What this gateway knows.
+    pub runtime: Arc<WorkerRuntime>,
+    /// The address.
+    pub url: WorkerUrl,
+    /// The pairing descriptor of a prefill or decode.
+    pub descriptor: Option<Descriptor>,
+    /// The vLLM connector.
+    pub connector: Connector,
+    /// How decode engines name this prefill over Mooncake.
+    pub mooncake: Option<MooncakePeer>,
+    /// Host of the bootstrap server.
+    pub bootstrap_host: String,
+    /// The data-parallel rank the worker is pinned to.
+    pub dp_rank: Option<u32>,
+    /// Breaker settings of this worker.
+    pub breaker: BreakerSettings,
+    routes: [Uri; 3],
+    requests: IntCounter,
+}
+
+impl RoutedWorker {
+    /// Prepares a registered worker for routing; `None` when its URL makes no request target.
+    pub fn new(
+        record: Arc<Worker>,
+        runtime: Arc<WorkerRuntime>,
+        settings: &Settings,
+        metrics: &Metrics,
+    ) -> Option<Self> {
+        let url = record.url().ok()?;
+        let target = |route: Route| format!("{}{}", url.as_str(), route.path()).parse::<Uri>().ok();
+        let routes = [target(Route::ChatCompletions)?, target(Route::Completions)?, target(Route::Generate)?];
+        let bootstrap_host = sglang::bootstrap_host(url.as_str())?;
+        let spec = &record.spec;
+        let mooncake = MooncakePeer::resolve(
+            spec.kv_engine_id.as_deref(),
+            record.label("dp_size"),
+            None,
+            &bootstrap_host,
+            spec.bootstrap_port,
+        );
+        let requests = metrics.worker_requests.with_label_values(&[url.as_str(), record.model_id()]);
+        Some(Self {
+            descriptor: Descriptor::of(&record),
+            connector: Connector::classify(spec.kv_connector.as_deref()),
+            mooncake,
+            bootstrap_host,
+            dp_rank: record.label("dp_rank").and_then(|rank| rank.parse().ok()),
+            breaker: breaker_settings(&record, settings),
+            runtime,
+            url,
+            routes,
+            requests,
+            record,
+        })
+    }
+
+    /// Identity.
+    pub fn id(&self) -> WorkerId {
+        self.record.id
+    }
+
+    /// Role.
+    pub fn role(&self) -> WorkerType {
+        self.record.spec.worker_type
+    }
+
+    /// Engine.
+    pub fn engine(&self) -> Runtime {
+        self.record.runtime()
+    }
+
+    /// The request target of a route.
+    pub fn target(&self, route: Route) -> Uri {
+        match route {
+            Route::ChatCompletions => self.routes[0].clone(),
+            Route::Completions => self.routes[1].clone(),
+            Route::Generate => self.routes[2].clone(),
+            other => format!("{}{}", self.url.as_str(), other.path()).parse().unwrap_or_default(),
+        }
+    }
+
+    /// Why it gets no request now; `None` = available.
+    pub fn unavailable(&self) -> Option<&'static str> {
+        if !self.record.is_routable() {
+            return Some(if self.record.intent == smg_fleet::Intent::Active { "unhealthy" } else { "cordoned" });
+        }
+        if self.runtime.is_unreachable() {
+            return Some("unreachable");
+        }
+        let now = self.runtime.clock.now_ms();
+        if !self.runtime.breaker.lock().is_available(now, &self.breaker) {
+            return Some("circuit_open");
+        }
+        None
+    }
+
+    /// Claims the worker for a leg; `None` when its breaker lets nothing through any more.
+    pub fn claim(self: &Arc<Self>) -> Option<InFlight> {
+        let now = self.runtime.clock.now_ms();
+        let (admission, before, after) = {
+            let mut breaker = self.runtime.breaker.lock();
+            let before = breaker.phase();
+            (breaker.admit(now, &self.breaker)?, before, breaker.phase())
+        };
+        self.runtime.note_transition((before != after).then_some((before, after)));
+        self.runtime.load.fetch_add(1, Ordering::Relaxed);
+        self.runtime.active.inc();
+        self.requests.inc();
+        Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral })
+    }
+}
+
+fn breaker_settings(record: &Worker, settings: &Settings) -> BreakerSettings {
+    let overrides = &record.spec.resilience;
+    let base = &settings.breaker;
+    BreakerSettings {
+        failure_threshold: match overrides.disable_circuit_breaker {
+            Some(true) => None,
+            Some(false) => overrides.cb_failure_threshold.or(base.failure_threshold).or(Some(10)),
+            None => overrides.cb_failure_threshold.or(base.failure_threshold),
+        },
+        success_threshold: overrides.cb_success_threshold.unwrap_or(base.success_threshold).max(1),
+        timeout_secs: overrides.cb_timeout_secs.unwrap_or(base.timeout_secs),
+        window_secs: overrides.cb_window_secs.unwrap_or(base.window_secs),
+    }
+}
+
+/// The claim of one leg on one worker. Dropping it releases the load and tells the breaker the verdict, neutral unless one was given.
+#[derive(Debug)]
+pub struct InFlight {
+    worker: Arc<RoutedWorker>,
+    admission: Admission,
+    verdict: Verdict,
+}
+
+impl InFlight {
+    /// The claimed worker.
+    pub fn worker(&self) -> &Arc<RoutedWorker> {
+        &self.worker
+    }
+
+    /// Sets the verdict from a response status of the worker.
+    pub fn judge_status(&mut self, status: StatusCode) {
+        self.verdict = retry::verdict(status, &self.worker.record.spec.resilience);
+    }
+
+    /// Sets the verdict.
+    pub fn judge(&mut self, verdict: Verdict) {
+        self.verdict = verdict;
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let runtime = &self.worker.runtime;
+        runtime.load.fetch_sub(1, Ordering::Relaxed);
+        runtime.active.dec();
+        let now = runtime.clock.now_ms();
+        let (transition, (failures, successes)) = {
+            let mut breaker = runtime.breaker.lock();
+            (breaker.record(self.admission, self.verdict, now, &self.worker.breaker), breaker.streaks())
+        };
+        runtime.breaker_failures.set(i64::from(failures));
+        runtime.breaker_successes.set(i64::from(successes));
+        let outcome = match self.verdict {
+            Verdict::Success => "success",
+            Verdict::Failure => "failure",
+            Verdict::Neutral => return,
+        };
+        runtime.metrics.worker_cb_outcomes.with_label_values(&[self.worker.url.as_str(), outcome]).inc();
+        runtime.note_transition(transition);
+    }
+}

@@ -1,0 +1,157 @@
+//! Admin routes of a gateway: forwarded to the control plane, reads overlaid with what this gateway knows.
+//!
+//! Every command that works against the control plane works against any gateway. A read waits until this gateway routes with the revision
+//! that answered it, so that what a client reads here is what its next request meets. Without the control plane, reads come from the
+//! snapshot in use, marked with its age, and writes are refused within a bounded time.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Method, Response, StatusCode, header};
+use http_body_util::{BodyExt, Limited};
+use serde_json::{Value, json};
+use smg_fleet::{WorkerId, info};
+
+use super::{Front, intake};
+use crate::resilience::breaker::Phase;
+
+/// The revision that a control plane answer reflects.
+const REVISION: HeaderName = HeaderName::from_static("x-smg-revision");
+/// Age, in seconds, of an answer that does not come from the control plane.
+const STALE: HeaderName = HeaderName::from_static("x-smg-stale");
+/// Largest admin request body.
+const MAX_ADMIN_BODY: usize = 1024 * 1024;
+/// Largest control plane answer.
+const MAX_ANSWER: usize = 64 * 1024 * 1024;
+/// How long a read waits for this gateway to catch up with the control plane.
+const CATCH_UP: Duration = Duration::from_secs(2);
+
+/// Forwards an admin request.
+pub(super) async fn forward(State(front): State<Front>, request: Request) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    let limit = MAX_ADMIN_BODY.min(front.core.options.max_payload_bytes);
+    let body = match intake::read(&head.headers, body, limit, front.core.options.upload_stall_timeout).await {
+        Ok(body) => body,
+        Err(error) => return refuse(error.status(), admin_code(error.status()), &error.to_string()),
+    };
+    let is_read = head.method == Method::GET;
+    let path = head.uri.path().to_owned();
+    let mut forwarded = http::Request::new(body);
+    *forwarded.method_mut() = head.method;
+    *forwarded.uri_mut() = head.uri;
+    for name in
+        [header::CONTENT_TYPE, header::IF_MATCH, header::AUTHORIZATION, HeaderName::from_static("idempotency-key")]
+    {
+        if let Some(value) = head.headers.get(&name) {
+            forwarded.headers_mut().insert(name, value.clone());
+        }
+    }
+    let timeout = front.core.options.control_plane_timeout;
+    let answer = tokio::time::timeout(timeout, async {
+        let response = front.link.request(forwarded).await?;
+        let (head, body) = response.into_parts();
+        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|error| error.to_string())?.to_bytes();
+        Ok::<_, String>((head, body))
+    });
+    let (mut head, body) = match answer.await {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(reason)) => return without_control_plane(&front, is_read, &path, &reason),
+        Err(_) => return without_control_plane(&front, is_read, &path, "the control plane did not answer in time"),
+    };
+    if let Some(revision) = head.headers.get(&REVISION).and_then(|value| value.to_str().ok()?.parse().ok()) {
+        catch_up(&front, revision).await;
+    }
+    let body = if is_read && head.status.is_success() { overlay(&front, body) } else { body };
+    head.headers.remove(header::CONTENT_LENGTH);
+    head.headers.remove(header::TRANSFER_ENCODING);
+    let mut response = Response::new(Body::from(body));
+    *response.status_mut() = head.status;
+    *response.headers_mut() = head.headers;
+    response
+}
+
+async fn catch_up(front: &Front, revision: u64) {
+    let mut current = front.core.revision.subscribe();
+    let _ = tokio::time::timeout(CATCH_UP, current.wait_for(|current| *current >= revision)).await;
+}
+
+/// The error body of the admin plane.
+fn refuse(status: StatusCode, code: &'static str, message: &str) -> Response<Body> {
+    super::probes::json_response(status, &json!({"error": message, "code": code}))
+}
+
+fn admin_code(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::PAYLOAD_TOO_LARGE => "PAYLOAD_TOO_LARGE",
+        _ => "BAD_REQUEST",
+    }
+}
+
+fn without_control_plane(front: &Front, is_read: bool, path: &str, reason: &str) -> Response<Body> {
+    let status = front.link.status();
+    if let Some(stored) = is_read.then(|| from_snapshot(front, path)).flatten() {
+        let (code, mut body) = stored;
+        overlay_value(front, &mut body);
+        let mut response = super::probes::json_response(code, &body);
+        response.headers_mut().insert(STALE, HeaderValue::from(status.stale_seconds.unwrap_or(0)));
+        return response;
+    }
+    let message = format!("the control plane cannot be reached: {reason}");
+    refuse(StatusCode::SERVICE_UNAVAILABLE, "CONTROL_PLANE_UNAVAILABLE", &message)
+}
+
+/// What the snapshot in use says about a path.
+fn from_snapshot(front: &Front, path: &str) -> Option<(StatusCode, Value)> {
+    let table = front.core.table.load();
+    let snapshot = &table.snapshot;
+    if path == "/workers" {
+        return Some((StatusCode::OK, info::worker_list(snapshot.workers.values().map(AsRef::as_ref))));
+    }
+    let id = path.strip_prefix("/workers/")?;
+    let Ok(id) = id.parse::<WorkerId>() else {
+        return Some((
+            StatusCode::BAD_REQUEST,
+            json!({"error": format!("'{id}' is not a worker id"), "code": "BAD_REQUEST"}),
+        ));
+    };
+    Some(match snapshot.workers.get(&id) {
+        Some(worker) => (StatusCode::OK, info::worker_info(worker)),
+        None => (StatusCode::NOT_FOUND, json!({"error": format!("worker {id} not found"), "code": "WORKER_NOT_FOUND"})),
+    })
+}
+
+fn overlay(front: &Front, body: Bytes) -> Bytes {
+    let Ok(mut value) = serde_json::from_slice::<Value>(&body) else { return body };
+    overlay_value(front, &mut value);
+    Bytes::from(value.to_string())
+}
+
+/// Lays this gateway's load, breaker and ejection over the fleet's view of workers.
+fn overlay_value(front: &Front, value: &mut Value) {
+    let table = front.core.table.load();
+    let overlay_one = |worker: &mut Value| {
+        let id = worker.get("id").and_then(Value::as_str).and_then(|id| id.parse::<WorkerId>().ok());
+        let Some(runtime) = id.and_then(|id| table.runtime(id)) else { return };
+        if worker.get("status").is_none() {
+            return;
+        }
+        worker["load"] = json!(runtime.load());
+        let phase = runtime.breaker_phase();
+        if phase != Phase::Closed {
+            worker["circuit_breaker"] = json!(phase.as_str());
+        }
+        if runtime.is_unreachable() {
+            worker["stalled"] = json!("unreachable");
+            if worker["status"] == "ready" {
+                worker["status"] = json!("not_ready");
+                worker["is_healthy"] = json!(false);
+            }
+        }
+    };
+    match value.get_mut("workers").and_then(Value::as_array_mut) {
+        Some(workers) => workers.iter_mut().for_each(overlay_one),
+        None => overlay_one(value),
+    }
+}

@@ -1,0 +1,164 @@
+//! The one place where errors become responses.
+//!
+//! Inner layers return typed errors; here each gets its status, its code and its words, in the envelope of the documented system:
+//! `{"error":{"type","code","message","param":null}}` with the code in `X-SMG-Error-Code` too.
+
+use axum::body::Body;
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use serde_json::json;
+use smg_engines::BodyError;
+use smg_engines::sglang::UnsupportedRequest;
+use thiserror::Error;
+
+use crate::dispatch::leg::LegError;
+use crate::select::SelectError;
+
+/// Carries the code of every error the gateway answers for.
+pub const ERROR_CODE: HeaderName = HeaderName::from_static("x-smg-error-code");
+
+/// The code of a response, kept for metrics.
+#[derive(Debug, Clone, Copy)]
+pub struct ErrorCode(pub &'static str);
+
+/// Everything the gateway refuses or fails by itself. An engine's own error response is not one of these: it passes through.
+#[derive(Debug, Error)]
+pub enum GatewayError {
+    /// The body is not what routing needs.
+    #[error(transparent)]
+    Body(#[from] BodyError),
+    /// The body is larger than the limit.
+    #[error("the request body is larger than {0} bytes")]
+    BodyTooLarge(usize),
+    /// The upload stood still.
+    #[error("the request body did not arrive in time")]
+    BodyStalled,
+    /// The upload broke off.
+    #[error("the request body could not be read: {0}")]
+    BodyBroken(String),
+    /// Workers declare models, and none is this one.
+    #[error("The model '{0}' does not exist")]
+    ModelNotFound(String),
+    /// No model named, several served.
+    #[error("Missing required parameter: 'model'. Several models are served.")]
+    ModelRequired,
+    /// No worker for the request.
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    /// The engine's handoff cannot serve the request.
+    #[error(transparent)]
+    Unsupported(#[from] UnsupportedRequest),
+    /// The pair runs MoRI-IO.
+    #[error("the selected prefill/decode pair runs MoRIIOConnector, which this version does not support")]
+    Moriio,
+    /// A leg has no response.
+    #[error("{code}: {}", .error.message)]
+    Leg {
+        /// Which leg, and what kind of failure.
+        code: &'static str,
+        /// What happened.
+        error: LegError,
+    },
+    /// No such route.
+    #[error("Invalid URL ({0} {1})")]
+    UnknownUrl(String, String),
+    /// No such method on the route.
+    #[error("Not allowed to {0} on {1}")]
+    MethodNotAllowed(String, String),
+    /// No model is served.
+    #[error("No models available")]
+    NoModels,
+}
+
+impl GatewayError {
+    /// The status.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::Body(_) | Self::BodyBroken(_) | Self::ModelRequired | Self::Unsupported(_) => StatusCode::BAD_REQUEST,
+            Self::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::BodyStalled => StatusCode::REQUEST_TIMEOUT,
+            Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
+            Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Select(_) | Self::Moriio | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Leg { error, .. } => error.status(),
+        }
+    }
+
+    /// The code.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Body(BodyError::WrongType { .. }) => "invalid_type",
+            Self::Body(BodyError::TooLarge) | Self::BodyTooLarge(_) => "request_body_too_large",
+            Self::Body(_) => "json_parse_error",
+            Self::BodyStalled => "request_body_stalled",
+            Self::BodyBroken(_) => "request_body_broken",
+            Self::ModelNotFound(_) => "model_not_found",
+            Self::ModelRequired => "missing_required_parameter",
+            Self::Select(SelectError::Incompatible(_)) => "no_compatible_pd_pair",
+            Self::Select(_) => "no_available_workers",
+            Self::Unsupported(error) => error.code(),
+            Self::Moriio => "moriio_pair_misconfigured",
+            Self::Leg { code, .. } => code,
+            Self::UnknownUrl(..) => "unknown_url",
+            Self::MethodNotAllowed(..) => "method_not_allowed",
+            Self::NoModels => "no_models_available",
+        }
+    }
+
+    /// Seconds after which trying again makes sense.
+    fn retry_after(&self) -> Option<u32> {
+        match self {
+            Self::Select(SelectError::Incompatible(_)) => None,
+            Self::Select(_) => Some(1),
+            _ => None,
+        }
+    }
+
+    /// Whether another attempt on another pair may succeed.
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::Leg { .. })
+    }
+
+    /// The response.
+    pub fn into_response(self) -> Response<Body> {
+        let (status, code) = (self.status(), self.code());
+        let mut response = envelope(status, code, &self.to_string());
+        if let Some(seconds) = self.retry_after() {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}
+
+/// An error response in the documented envelope.
+pub fn envelope(status: StatusCode, code: &'static str, message: &str) -> Response<Body> {
+    let kind = match status.as_u16() {
+        403 => "permission_error",
+        429 => "rate_limit_error",
+        500..=599 => "server_error",
+        _ => "invalid_request_error",
+    };
+    let body = json!({"error": {"type": kind, "code": code, "message": message, "param": null}}).to_string();
+    let mut response = Response::new(Body::from(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    mark(&mut response, code);
+    response
+}
+
+/// Puts the code on a response, for the client and for metrics.
+pub fn mark<B>(response: &mut Response<B>, code: &'static str) {
+    response.headers_mut().insert(ERROR_CODE, HeaderValue::from_static(code));
+    response.extensions_mut().insert(ErrorCode(code));
+}
+
+/// The `error_type` label of a status.
+pub fn error_type(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        400 => "validation_error",
+        404 => "no_workers",
+        408 | 504 => "timeout",
+        429 => "rate_limit_error",
+        500..=599 => "backend_error",
+        _ => "internal_error",
+    }
+}

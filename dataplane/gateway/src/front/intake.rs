@@ -1,0 +1,86 @@
+//! Reading request bodies: bounded in size and in patience.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, header};
+use http_body_util::BodyExt;
+
+use super::error::GatewayError;
+use crate::relay::describe;
+
+/// Space reserved on the word of a content length alone.
+const MAX_RESERVED: u64 = 1024 * 1024;
+
+/// Reads a whole body of at most `limit` bytes. A body that comes in one piece is not copied.
+///
+/// # Errors
+/// When it is too large (before reading, if it says so), stands still for `stall`, or breaks off.
+pub async fn read(headers: &HeaderMap, mut body: Body, limit: usize, stall: Duration) -> Result<Bytes, GatewayError> {
+    let announced = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if announced.is_some_and(|length| length > limit as u64) {
+        return Err(GatewayError::BodyTooLarge(limit));
+    }
+    let mut first: Option<Bytes> = None;
+    let mut whole = BytesMut::new();
+    loop {
+        let frame = tokio::time::timeout(stall, body.frame()).await.map_err(|_| GatewayError::BodyStalled)?;
+        let Some(frame) = frame else { break };
+        let frame = frame.map_err(|error| GatewayError::BodyBroken(describe(&error)))?;
+        let Ok(data) = frame.into_data() else { continue };
+        let have = first.as_ref().map_or(0, Bytes::len) + whole.len();
+        if have + data.len() > limit {
+            return Err(GatewayError::BodyTooLarge(limit));
+        }
+        if have == 0 {
+            first = Some(data);
+            continue;
+        }
+        if let Some(first) = first.take() {
+            whole.reserve(announced.unwrap_or(0).min(MAX_RESERVED) as usize);
+            whole.extend_from_slice(&first);
+        }
+        whole.extend_from_slice(&data);
+    }
+    Ok(first.unwrap_or_else(|| whole.freeze()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use futures::stream;
+
+    use super::*;
+
+    fn chunked(chunks: &'static [&'static str]) -> Body {
+        Body::from_stream(stream::iter(
+            chunks.iter().map(|chunk| Ok::<_, std::io::Error>(Bytes::from_static(chunk.as_bytes()))),
+        ))
+    }
+
+    #[tokio::test]
+    async fn a_body_is_read_whole_however_it_is_cut() {
+        for chunks in [&["abcdef"][..], &["ab", "", "cd", "ef"][..], &["", "abcdef"][..]] {
+            let read = read(&HeaderMap::new(), chunked(chunks), 6, Duration::from_secs(5)).await.unwrap();
+            assert_eq!(read, "abcdef");
+        }
+    }
+
+    #[tokio::test]
+    async fn one_byte_over_the_limit_is_refused_announced_or_not() {
+        let mut headers = HeaderMap::new();
+        let refused = read(&headers, chunked(&["abc", "def"]), 5, Duration::from_secs(5)).await;
+        assert!(matches!(refused, Err(GatewayError::BodyTooLarge(5))));
+        headers.insert(header::CONTENT_LENGTH, 6.into());
+        let refused = read(&headers, chunked(&[]), 5, Duration::from_secs(5)).await;
+        assert!(matches!(refused, Err(GatewayError::BodyTooLarge(5))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upload_that_stands_still_is_given_up() {
+        let body = Body::from_stream(stream::pending::<Result<Bytes, std::io::Error>>());
+        let refused = read(&HeaderMap::new(), body, 5, Duration::from_secs(5)).await;
+        assert!(matches!(refused, Err(GatewayError::BodyStalled)));
+    }
+}

@@ -1,0 +1,112 @@
+//! What happens to every request: an id, metrics, and a log line when it fails.
+//!
+//! A request counts as active until its response body has ended, not until its head is sent.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::Next;
+use bytes::Bytes;
+use http::{HeaderValue, Method, Response};
+use http_body::{Frame, SizeHint};
+use smg_telemetry::Metrics;
+
+use super::error::ErrorCode;
+use super::{Front, request_id};
+
+/// The id of a request, as an extension of it.
+#[derive(Debug, Clone)]
+pub struct RequestId(pub Arc<str>);
+
+/// Paths of unknown routes are the client's invention: they share one label.
+const OTHER: &str = "other";
+
+pub(super) async fn observe(State(front): State<Front>, mut request: Request, next: Next) -> Response<Body> {
+    let metrics = Arc::clone(&front.core.metrics);
+    let matched = request.extensions().get::<MatchedPath>().cloned();
+    let path = matched.as_ref().map_or(OTHER, MatchedPath::as_str).to_owned();
+    let method = method_label(request.method());
+    let id = request_id::of(request.headers(), &front.core.options.request_id_headers, request.uri().path());
+    let id: Arc<str> = Arc::from(id);
+    request.extensions_mut().insert(RequestId(Arc::clone(&id)));
+    metrics.http_requests.with_label_values(&[method, &path]).inc();
+    let active = Active::new(metrics, method, path);
+
+    let mut response = next.run(request).await;
+
+    let status = response.status();
+    let code = response.extensions().get::<ErrorCode>().map_or("", |code| code.0);
+    active.metrics.http_responses.with_label_values(&[active.path.as_str(), status.as_str(), code]).inc();
+    if status.is_server_error() {
+        tracing::warn!(target: "smg::response", request_id = %id, path = %active.path, %status, code, "request failed");
+    }
+    if let Ok(value) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(request_id::REQUEST_ID, value);
+    }
+    response.map(|body| Body::new(Counted { body, active }))
+}
+
+fn method_label(method: &Method) -> &'static str {
+    match *method {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::PATCH => "PATCH",
+        Method::DELETE => "DELETE",
+        Method::HEAD => "HEAD",
+        Method::OPTIONS => "OPTIONS",
+        _ => OTHER,
+    }
+}
+
+struct Active {
+    metrics: Arc<Metrics>,
+    method: &'static str,
+    path: String,
+    started: Instant,
+}
+
+impl Active {
+    fn new(metrics: Arc<Metrics>, method: &'static str, path: String) -> Self {
+        metrics.http_requests_active.inc();
+        Self { metrics, method, path, started: Instant::now() }
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        self.metrics.http_requests_active.dec();
+        self.metrics
+            .http_request_duration
+            .with_label_values(&[self.method, self.path.as_str()])
+            .observe(self.started.elapsed().as_secs_f64());
+    }
+}
+
+/// A response body that keeps its request counted as active.
+struct Counted {
+    body: Body,
+    #[allow(dead_code, reason = "held for its drop")]
+    active: Active,
+}
+
+impl http_body::Body for Counted {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

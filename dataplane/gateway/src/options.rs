@@ -1,0 +1,47 @@
+//! How one gateway process runs. Everything that holds for the fleet is a policy document instead.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Settings of a gateway process.
+#[derive(Debug, Clone)]
+pub struct GatewayOptions {
+    /// Name of this gateway in `/fleet/gateways`.
+    pub gateway_id: String,
+    /// Directory of the last-known-good snapshot; none = nothing is kept.
+    pub data_dir: Option<PathBuf>,
+    /// Largest request body, in bytes.
+    pub max_payload_bytes: usize,
+    /// How long an upload may stand still.
+    pub upload_stall_timeout: Duration,
+    /// Longest request, the response body included.
+    pub request_timeout: Duration,
+    /// Longest wait for a connection to a worker.
+    pub connect_timeout: Duration,
+    /// How long an unused connection to a worker is kept.
+    pub pool_idle_timeout: Duration,
+    /// Silence after which a stream gets a comment; zero = never.
+    pub sse_keep_alive: Duration,
+    /// Headers that may carry a request id, in order of preference, lower case.
+    pub request_id_headers: Vec<String>,
+    /// How long writes wait for the control plane.
+    pub control_plane_timeout: Duration,
+}
+
+impl Default for GatewayOptions {
+    fn default() -> Self {
+        let headers = ["x-request-id", "x-correlation-id", "x-trace-id", "request-id"];
+        Self {
+            gateway_id: "gateway".to_owned(),
+            data_dir: None,
+            max_payload_bytes: 512 * 1024 * 1024,
+            upload_stall_timeout: Duration::from_secs(300),
+            request_timeout: Duration::from_secs(1800),
+            connect_timeout: Duration::from_secs(10),
+            pool_idle_timeout: Duration::from_secs(3),
+            sse_keep_alive: Duration::from_secs(15),
+            request_id_headers: headers.map(str::to_owned).to_vec(),
+            control_plane_timeout: Duration::from_secs(2),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The way back: an engine's response body, forwarded as it comes.
+//!
+//! Invariants
+//! * bytes are forwarded as received and in order; nothing is collected, so a slow client slows the engine down through the sockets;
+//! * a stream that breaks after a 2xx head is recognisable as broken: an error event in a stream of events, an aborted body otherwise;
+//! * after the end marker of a stream nothing more is forwarded, and the response ends at the latest a second later;
+//! * whatever way the body ends (complete, broken, client gone), [`OnEnd`] is told exactly once.
+
+pub mod sse;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use serde_json::json;
+use tokio::time::{Instant, Sleep};
+
+use sse::Scanner;
+
+/// How long an engine may keep its connection open after the end marker before the response ends without it.
+const AFTER_DONE: Duration = Duration::from_secs(1);
+
+/// How a relayed body ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ended {
+    /// The engine ended it.
+    Complete,
+    /// The engine broke it off; the message says how.
+    Broken(String),
+    /// The request's time was over.
+    TimedOut,
+    /// The client left. `output` = some output had been forwarded.
+    ClientLeft {
+        /// Whether some output had been forwarded.
+        output: bool,
+    },
+}
+
+/// Who wants to know about a relayed body.
+pub trait OnEnd: Send + 'static {
+    /// The first output passed through.
+    fn first_output(&mut self);
+    /// The body ended.
+    fn ended(&mut self, ended: Ended);
+}
+
+/// An engine's response body on its way to the client.
+pub struct Relay<E: OnEnd> {
+    upstream: Incoming,
+    events: Option<Scanner>,
+    output: bool,
+    finished: bool,
+    done: Option<Pin<Box<Sleep>>>,
+    deadline: Pin<Box<Sleep>>,
+    keep_alive: Option<(Duration, Pin<Box<Sleep>>)>,
+    on_end: Option<E>,
+}
+
+impl<E: OnEnd> Relay<E> {
+    /// Forwards `upstream` until `deadline`. `events` = the body is a stream of server-sent events, kept alive with a comment after
+    /// `keep_alive` of silence.
+    pub fn new(upstream: Incoming, events: bool, deadline: Instant, keep_alive: Option<Duration>, on_end: E) -> Self {
+        let keep_alive = keep_alive
+            .filter(|period| events && !period.is_zero())
+            .map(|period| (period, Box::pin(tokio::time::sleep(period))));
+        Self {
+            upstream,
+            events: events.then(Scanner::default),
+            output: false,
+            finished: false,
+            done: None,
+            deadline: Box::pin(tokio::time::sleep_until(deadline)),
+            keep_alive,
+            on_end: Some(on_end),
+        }
+    }
+
+    fn end(&mut self, ended: Ended) {
+        self.finished = true;
+        if let Some(mut on_end) = self.on_end.take() {
+            on_end.ended(ended);
+        }
+    }
+
+    /// Ends a broken body: an event for streams of events, an aborted body for the rest.
+    fn break_off(&mut self, ended: Ended, message: &str) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
+        let frame = self.events.as_ref().map(|scanner| error_event(message, scanner.at_boundary()));
+        self.end(ended);
+        match frame {
+            Some(frame) => Poll::Ready(Some(Ok(Frame::data(frame)))),
+            None => Poll::Ready(Some(Err(BrokenBody(message.to_owned())))),
+        }
+    }
+
+    /// The part of `data` that goes to the client.
+    fn pass(&mut self, mut data: Bytes) -> Bytes {
+        let mut output = !data.is_empty();
+        if let Some(scanner) = &mut self.events {
+            if let Some(end) = scanner.feed(&data) {
+                data.truncate(end);
+                self.done = Some(Box::pin(tokio::time::sleep(AFTER_DONE)));
+            }
+            output = scanner.has_output();
+        }
+        if output && !self.output {
+            self.output = true;
+            if let Some(on_end) = &mut self.on_end {
+                on_end.first_output();
+            }
+        }
+        data
+    }
+}
+
+/// A response body that the engine did not finish.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct BrokenBody(String);
+
+fn error_event(message: &str, at_boundary: bool) -> Bytes {
+    let error = json!({"error": {"message": message, "type": "stream_error"}});
+    // An event cut in half is ended first, so that ours stands on lines of its own.
+    let lead = if at_boundary { "" } else { "\n\n" };
+    Bytes::from(format!("{lead}data: {error}\n\ndata: [DONE]\n\n"))
+}
+
+impl<E: OnEnd + Unpin> Body for Relay<E> {
+    type Data = Bytes;
+    type Error = BrokenBody;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
+        let this = &mut *self;
+        while !this.finished {
+            let polled = match Pin::new(&mut this.upstream).poll_frame(cx) {
+                Poll::Ready(polled) => polled,
+                Poll::Pending => {
+                    ready!(this.poll_timers(cx));
+                    if this.finished {
+                        break;
+                    }
+                    if this.deadline.is_elapsed() {
+                        return this.break_off(Ended::TimedOut, "Stream error: the request timed out");
+                    }
+                    return Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b": ping\n\n")))));
+                }
+            };
+            match polled {
+                Some(Ok(frame)) => {
+                    if let Some((period, sleep)) = &mut this.keep_alive {
+                        sleep.as_mut().reset(Instant::now() + *period);
+                    }
+                    match frame.into_data() {
+                        // Late output of an engine that has already ended its stream.
+                        Ok(_) if this.done.is_some() => {}
+                        Ok(data) => {
+                            let data = this.pass(data);
+                            if !data.is_empty() {
+                                return Poll::Ready(Some(Ok(Frame::data(data))));
+                            }
+                        }
+                        Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                    }
+                }
+                None => this.end(Ended::Complete),
+                Some(Err(_)) if this.done.is_some() => this.end(Ended::Complete),
+                Some(Err(error)) => {
+                    let message = format!("Stream error: {}", describe(&error));
+                    return this.break_off(Ended::Broken(message.clone()), &message);
+                }
+            }
+        }
+        Poll::Ready(None)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.finished
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        if self.events.is_some() { SizeHint::default() } else { self.upstream.size_hint() }
+    }
+}
+
+impl<E: OnEnd> Relay<E> {
+    /// Ready when a timer wants something: the end after the end marker, the deadline, or a keep-alive comment.
+    fn poll_timers(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if let Some(done) = &mut self.done {
+            ready!(done.as_mut().poll(cx));
+            self.end(Ended::Complete);
+            return Poll::Ready(());
+        }
+        if self.deadline.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        if let Some((period, sleep)) = &mut self.keep_alive {
+            while sleep.as_mut().poll(cx).is_ready() {
+                sleep.as_mut().reset(Instant::now() + *period);
+                if self.events.as_ref().is_some_and(Scanner::at_boundary) {
+                    return Poll::Ready(());
+                }
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl<E: OnEnd> Drop for Relay<E> {
+    fn drop(&mut self) {
+        // After the end marker the client has everything: its leaving changes nothing.
+        let ended = if self.done.is_some() { Ended::Complete } else { Ended::ClientLeft { output: self.output } };
+        self.end(ended);
+    }
+}
+
+/// The innermost cause of a transport error, which is the part that helps.
+pub fn describe(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    let (outer, inner) = (error.to_string(), cause.to_string());
+    if outer == inner { outer } else { format!("{outer}: {inner}") }
+}

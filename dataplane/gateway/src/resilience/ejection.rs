@@ -1,0 +1,57 @@
+//! Immediate ejection of workers that refuse connections.
+//!
+//! The first connection that cannot be made takes the worker out of this gateway's rotation. A task of its own then probes it after 0.5 s,
+//! 1 s, 2 s … at most 5 s, and takes it back on the first success. There is at most one such task a worker; it ends when the worker is
+//! back, leaves the fleet, or the gateway closes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Request, header};
+use smg_net::backoff::Backoff;
+use smg_telemetry::SMG;
+
+use crate::core::Core;
+use crate::dispatch::leg::LegBody;
+use crate::fleet::worker::RoutedWorker;
+
+const PROBES: Backoff =
+    Backoff { initial: Duration::from_millis(500), max: Duration::from_secs(5), multiplier: 2.0, jitter: 0.1 };
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Ejects a worker that could not be connected to.
+pub fn eject(core: &Arc<Core>, worker: &Arc<RoutedWorker>, reason: &str) {
+    if !worker.runtime.eject() {
+        return;
+    }
+    tracing::warn!(target: SMG, worker = %worker.url, reason, "worker is unreachable and leaves rotation");
+    let (core, worker) = (Arc::clone(core), Arc::clone(worker));
+    smg_net::spawn("probe-ejected", async move {
+        for failure in 0.. {
+            let pause = tokio::time::sleep(PROBES.delay(failure, rand::random()));
+            tokio::select! {
+                () = core.closing.cancelled() => return,
+                () = pause => {}
+            }
+            if core.table.load().runtime(worker.id()).is_none() {
+                return;
+            }
+            if probe(&core, &worker).await {
+                worker.runtime.readmit();
+                tracing::info!(target: SMG, worker = %worker.url, "worker answers again and returns to rotation");
+                return;
+            }
+        }
+    });
+}
+
+async fn probe(core: &Core, worker: &RoutedWorker) -> bool {
+    let endpoint = core.table.load().snapshot.settings("").probe.endpoint;
+    let mut request = Request::get(format!("{}{endpoint}", worker.url.as_str()));
+    if let Some(key) = &worker.record.spec.api_key {
+        request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+    }
+    let Ok(request) = request.body(LegBody::Empty) else { return false };
+    let answer = tokio::time::timeout(PROBE_TIMEOUT, core.client.request(request)).await;
+    matches!(answer, Ok(Ok(response)) if response.status().is_success())
+}

@@ -1,0 +1,235 @@
+//! The subscription stream, dialed again whenever it breaks.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use smg_fleet::{Snapshot, wire};
+use smg_net::backoff::Backoff;
+use smg_services::sync::sync_client::SyncClient;
+use smg_services::sync::{Ack, Down, FullChunk, Heartbeat, Hello, Nack, Resync, Up, down, up};
+use smg_telemetry::SMG;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use uuid::Uuid;
+
+use super::dial::Dial;
+use super::last_known_good::LastKnownGood;
+use super::{Link, install};
+use crate::core::Core;
+
+const REDIALS: Backoff =
+    Backoff { initial: Duration::from_millis(100), max: Duration::from_secs(5), multiplier: 2.0, jitter: 0.5 };
+/// A stream on which nothing comes for so long is dead: the control plane sends a heartbeat every 5 s.
+const SILENCE: Duration = Duration::from_secs(15);
+const HEARTBEATS: Duration = Duration::from_secs(5);
+/// Largest accepted snapshot.
+const MAX_SNAPSHOT: usize = 256 * 1024 * 1024;
+/// Our messages that wait to be sent.
+const UP_QUEUE: usize = 16;
+
+/// How a stream ended.
+enum Ended {
+    /// It broke.
+    Broken(String),
+    /// The control plane asked for a pause.
+    GoAway(Duration),
+    /// This gateway closes.
+    Closing,
+}
+
+pub(super) async fn run(core: Arc<Core>, link: Arc<Link>, dial: Dial, stored: Option<LastKnownGood>) {
+    let process_id = Uuid::new_v4();
+    let mut failures = 0u32;
+    for attempt in 0usize.. {
+        let before = *core.revision.borrow();
+        let ended = tokio::select! {
+            ended = subscribe(&core, &link, &dial, attempt, process_id, stored.as_ref()) => ended,
+            () = core.closing.cancelled() => Ended::Closing,
+            () = watch_staleness(&core, &link) => Ended::Closing,
+        };
+        link.connected.store(false, Ordering::Release);
+        let pause = match ended {
+            Ended::Closing => return,
+            Ended::GoAway(pause) => {
+                failures = 0;
+                pause
+            }
+            Ended::Broken(reason) => {
+                failures = if *core.revision.borrow() == before { failures.saturating_add(1) } else { 0 };
+                tracing::warn!(target: SMG, reason, "no stream from the control plane: routing with the last snapshot");
+                REDIALS.delay(failures, rand::random())
+            }
+        };
+        link.channel.store(None);
+        tokio::select! {
+            () = core.closing.cancelled() => return,
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
+/// Keeps the staleness gauge up to date; never ends.
+async fn watch_staleness(core: &Core, link: &Link) {
+    let mut ticks = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        ticks.tick().await;
+        let stale = link.status().stale_seconds.unwrap_or(0);
+        core.metrics.config_stale_seconds.set(i64::try_from(stale).unwrap_or(i64::MAX));
+    }
+}
+
+fn up(message: up::Message) -> Up {
+    Up { message: Some(message) }
+}
+
+async fn subscribe(
+    core: &Arc<Core>,
+    link: &Link,
+    dial: &Dial,
+    attempt: usize,
+    process_id: Uuid,
+    stored: Option<&LastKnownGood>,
+) -> Ended {
+    let channel = match dial.connect(attempt).await {
+        Ok(channel) => channel,
+        Err(reason) => return Ended::Broken(reason),
+    };
+    link.channel.store(Some(Arc::new(channel.clone())));
+    let have = Arc::clone(&core.table.load().snapshot);
+    let (sender, receiver) = mpsc::channel(UP_QUEUE);
+    let hello = Hello {
+        gateway_id: core.options.gateway_id.clone(),
+        process_id: process_id.as_bytes().to_vec(),
+        have_history_id: if have.revision == 0 { Vec::new() } else { have.history_id.as_bytes().to_vec() },
+        have_revision: have.revision,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    if sender.send(up(up::Message::Hello(hello))).await.is_err() {
+        return Ended::Broken("the stream closed before it began".to_owned());
+    }
+    let mut client = SyncClient::new(channel).max_decoding_message_size(MAX_SNAPSHOT);
+    let mut stream = match client.subscribe(ReceiverStream::new(receiver)).await {
+        Ok(response) => response.into_inner(),
+        Err(status) => return Ended::Broken(status.message().to_owned()),
+    };
+    let mut heartbeats = tokio::time::interval(HEARTBEATS);
+    let mut stream_state = Stream { core, stored, partial: Vec::new() };
+    loop {
+        let message = tokio::select! {
+            message = tokio::time::timeout(SILENCE, stream.message()) => message,
+            _ = heartbeats.tick() => {
+                let heartbeat = Heartbeat {
+                    acked_revision: *core.revision.borrow(),
+                    in_flight_requests: u64::try_from(core.metrics.http_requests_active.get()).unwrap_or(0),
+                };
+                if sender.send(up(up::Message::Heartbeat(heartbeat))).await.is_err() {
+                    return Ended::Broken("the stream closed".to_owned());
+                }
+                continue;
+            }
+        };
+        let message = match message {
+            Ok(Ok(Some(message))) => message,
+            Ok(Ok(None)) => return Ended::Broken("the control plane ended the stream".to_owned()),
+            Ok(Err(status)) => return Ended::Broken(status.message().to_owned()),
+            Err(_) => return Ended::Broken("the control plane fell silent".to_owned()),
+        };
+        link.heard();
+        link.connected.store(true, Ordering::Release);
+        match stream_state.receive(message).await {
+            Answer::Nothing => {}
+            Answer::Send(message) => {
+                if sender.send(up(message)).await.is_err() {
+                    return Ended::Broken("the stream closed".to_owned());
+                }
+            }
+            Answer::End(ended) => return ended,
+        }
+    }
+}
+
+enum Answer {
+    Nothing,
+    Send(up::Message),
+    End(Ended),
+}
+
+struct Stream<'a> {
+    core: &'a Arc<Core>,
+    stored: Option<&'a LastKnownGood>,
+    /// Chunks of a full snapshot so far.
+    partial: Vec<u8>,
+}
+
+impl Stream<'_> {
+    async fn receive(&mut self, message: Down) -> Answer {
+        match message.message {
+            Some(down::Message::Full(chunk)) => self.full(chunk).await,
+            Some(down::Message::Delta(message)) => {
+                let Some(delta) = message.delta else { return Answer::Nothing };
+                let revision = delta.to_revision;
+                let current = Arc::clone(&self.core.table.load().snapshot);
+                let next = wire::delta_from_pb(delta)
+                    .map_err(|error| error.to_string())
+                    .and_then(|delta| current.apply(&delta).map_err(|error| error.to_string()));
+                match next {
+                    Ok(next) => self.take("delta", message.nonce, revision, next).await,
+                    Err(reason) => {
+                        tracing::warn!(target: SMG, reason, revision, "a delta does not fit: asking for the whole snapshot");
+                        self.count("delta", "resync");
+                        Answer::Send(up::Message::Resync(Resync { reason }))
+                    }
+                }
+            }
+            Some(down::Message::GoAway(go_away)) => {
+                let pause = Duration::from_millis(go_away.reconnect_after_ms.min(60_000));
+                Answer::End(Ended::GoAway(pause))
+            }
+            Some(down::Message::Heartbeat(_)) | None => Answer::Nothing,
+        }
+    }
+
+    async fn full(&mut self, chunk: FullChunk) -> Answer {
+        if self.partial.len() + chunk.data.len() > MAX_SNAPSHOT {
+            self.partial = Vec::new();
+            return Answer::End(Ended::Broken("the snapshot is larger than this gateway accepts".to_owned()));
+        }
+        self.partial.extend_from_slice(&chunk.data);
+        if !chunk.last {
+            return Answer::Nothing;
+        }
+        let bytes = std::mem::take(&mut self.partial);
+        match wire::decode_snapshot(&bytes) {
+            Ok(snapshot) => self.take("full", chunk.nonce, chunk.revision, snapshot).await,
+            Err(error) => self.refuse("full", chunk.nonce, chunk.revision, error.to_string()),
+        }
+    }
+
+    async fn take(&mut self, kind: &str, nonce: u64, revision: u64, snapshot: Snapshot) -> Answer {
+        if let Err(refused) = install(self.core, snapshot) {
+            return self.refuse(kind, nonce, revision, refused.to_string());
+        }
+        self.count(kind, "applied");
+        tracing::info!(target: SMG, revision, kind, "fleet state applied");
+        if let Some(stored) = self.stored.cloned() {
+            let snapshot = Arc::clone(&self.core.table.load().snapshot);
+            // Never on the request path: an fsync can take long.
+            let written = tokio::task::spawn_blocking(move || stored.store(&snapshot)).await;
+            if let Ok(Err(error)) = written {
+                tracing::warn!(target: SMG, %error, "the snapshot could not be stored for the next start");
+            }
+        }
+        Answer::Send(up::Message::Ack(Ack { nonce, revision }))
+    }
+
+    fn refuse(&self, kind: &str, nonce: u64, revision: u64, reason: String) -> Answer {
+        tracing::error!(target: SMG, reason, revision, "fleet state refused: the last good one stays in use");
+        self.count(kind, "refused");
+        Answer::Send(up::Message::Nack(Nack { nonce, revision, reason }))
+    }
+
+    fn count(&self, kind: &str, result: &str) {
+        self.core.metrics.config_updates.with_label_values(&[kind, result]).inc();
+    }
+}

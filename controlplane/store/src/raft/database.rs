@@ -124,12 +124,21 @@ pub(crate) fn create(path: &Path, identity: &pb::NodeIdentity) -> Result<(), Unu
 
 /// Opens the file and verifies all of it.
 pub(crate) fn open(path: &Path) -> Result<(Database, Recovered), Unusable> {
+    open_with(|builder| builder.open(path))
+}
+
+/// Opens a database by `open` and verifies all of it.
+pub(crate) fn open_with(
+    open: impl FnOnce(&Builder) -> Result<Database, redb::DatabaseError>,
+) -> Result<(Database, Recovered), Unusable> {
     let opened = catch_unwind(AssertUnwindSafe(|| {
-        let database = Builder::new().set_cache_size(CACHE_BYTES).set_check_integrity_on_open(true).open(path)?;
+        let mut builder = Builder::new();
+        builder.set_cache_size(CACHE_BYTES).set_check_integrity_on_open(true);
+        let database = open(&builder)?;
         let recovered = verify(&database)?;
         Ok((database, recovered))
     }));
-    // The database is written not to panic on damaged files that it checks first; if it does, the file is damaged all the same.
+    // The engine is written not to panic on a damaged file that it checks first; if it does, the file is damaged all the same.
     opened.unwrap_or_else(|_| Err(Unusable::Damaged("the database engine gave up on it".into())))
 }
 

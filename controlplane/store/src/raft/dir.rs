@@ -107,18 +107,20 @@ pub(crate) struct Opened {
 
 /// Opens a directory. With `bootstrap`, an absent or empty one becomes the first member of a new cluster.
 pub(crate) fn open(path: &Path, bootstrap: bool) -> Result<Opened, OpenError> {
+    let log = path.join(LOG);
+    let exists = || log.try_exists().map_err(OpenError::io("look for", &log));
     if bootstrap {
         DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(OpenError::io("create", path))?;
-    } else if !path.join(LOG).exists() && !path.is_dir() {
+    } else if !exists()? {
+        // Before the lock, so that a mistyped path leaves no trace.
+        if path.is_dir() {
+            check_empty(path)?;
+        }
         return Err(OpenError::Empty(path.to_owned()));
     }
     let lock = lock(path)?;
-    let log = path.join(LOG);
-    if !log.try_exists().map_err(OpenError::io("look for", &log))? {
+    if !exists()? {
         check_empty(path)?;
-        if !bootstrap {
-            return Err(OpenError::Empty(path.to_owned()));
-        }
         create(path, &log)?;
     }
     remove_unfinished(path)?;

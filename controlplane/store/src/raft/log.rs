@@ -34,10 +34,10 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub fn new(database: Database, recovered: &Recovered, failure: Arc<Failure>) -> Self {
+    pub fn new(database: Database, recovered: &Recovered) -> Self {
         Self {
             database: RwLock::new(Some(database)),
-            failure,
+            failure: Arc::default(),
             counters: Counters::default(),
             unflushed: Mutex::default(),
             committed: Mutex::new(recovered.committed),

@@ -12,7 +12,7 @@
 //! * a proposal that openraft took is never reported as "did not happen".
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -176,19 +176,22 @@ impl RaftStore {
     /// # Errors
     /// When the directory is in use, unusable or damaged, or the member does not come up. See [`OpenError`].
     pub async fn open(options: RaftOptions) -> Result<Arc<Self>, OpenError> {
-        let directory = options.data_dir.clone();
-        let failure = Arc::new(Failure::default());
         let files = {
-            let (options, failure) = (options.clone(), Arc::clone(&failure));
-            tokio::task::spawn_blocking(move || Files::open(&options, failure)).await
+            let options = options.clone();
+            tokio::task::spawn_blocking(move || Files::open(&options)).await
         };
-        let Files { shared, log, writer, snapshots, identity } =
-            files.unwrap_or_else(|error| Err(OpenError::Start(error.to_string())))?;
+        Self::run(files.unwrap_or_else(|error| Err(OpenError::Start(error.to_string())))?, options).await
+    }
+
+    async fn run(files: Files, options: RaftOptions) -> Result<Arc<Self>, OpenError> {
+        let Files { shared, log, writer, snapshots, identity } = files;
+        let failure = Arc::clone(&shared.failure);
         let machine = Machine::new(snapshots, Arc::clone(&failure));
         let published = machine.published();
         let start = |error: &dyn std::fmt::Display| match failure.reason() {
             Some(reason) => OpenError::Start(reason),
-            None => OpenError::Damaged { path: directory.clone(), reason: error.to_string() },
+            // The parts are whole but do not fit together, such as a log that ends before what was committed.
+            None => OpenError::Damaged { path: options.data_dir.clone(), reason: error.to_string() },
         };
         let config = match options.config().validate() {
             Ok(config) => Arc::new(config),
@@ -318,15 +321,25 @@ struct Files {
 }
 
 impl Files {
-    fn open(options: &RaftOptions, failure: Arc<Failure>) -> Result<Self, OpenError> {
-        let path = &options.data_dir;
-        let dir::Opened { database, recovered, lock } = dir::open(path, options.bootstrap)?;
+    fn open(options: &RaftOptions) -> Result<Self, OpenError> {
+        let opened = dir::open(&options.data_dir, options.bootstrap)?;
+        Self::new(&options.data_dir, opened)
+    }
+
+    fn new(path: &Path, opened: dir::Opened) -> Result<Self, OpenError> {
+        let dir::Opened { database, recovered, lock } = opened;
         let identity = NodeIdentity::from_pb(&recovered.identity).ok_or_else(|| OpenError::Damaged {
-            path: path.clone(),
+            path: path.to_owned(),
             reason: "the log does not say whose it is".into(),
         })?;
         let snapshots = Arc::new(Snapshots::open(path, &recovered)?);
-        let shared = Arc::new(Shared::new(database, &recovered, failure));
+        let last = recovered.last.max(snapshots.current().and_then(|current| current.meta.last_log_id));
+        if let Some(committed) = recovered.committed.filter(|committed| Some(*committed) > last) {
+            let held = last.map_or_else(|| "nothing".into(), |last| format!("entries up to {}", last.index()));
+            let reason = format!("entry {} was committed, and the log holds {held}", committed.index());
+            return Err(OpenError::Damaged { path: path.to_owned(), reason });
+        }
+        let shared = Arc::new(Shared::new(database, &recovered));
         let writer = WriterThread::spawn(Arc::clone(&shared), Some(lock))
             .map_err(OpenError::io("start the log's writer for", path))?;
         Ok(Self { log: LogStore::new(Arc::clone(&shared), writer.jobs()), shared, writer, snapshots, identity })

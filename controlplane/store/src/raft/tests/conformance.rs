@@ -16,10 +16,9 @@ struct Guard {
 
 impl StoreBuilder<TypeConfig, LogStore, Machine, Guard> for Builder {
     async fn build(&self) -> Result<(Guard, LogStore, Machine), StorageError<TypeConfig>> {
-        let directory = tempfile::tempdir().unwrap();
-        let failure = Arc::new(Failure::default());
-        let files = Files::open(&options(directory.path()), Arc::clone(&failure)).unwrap();
-        let machine = Machine::new(files.snapshots, failure);
+        let directory = fast_directory();
+        let files = Files::open(&options(directory.path())).unwrap();
+        let machine = Machine::new(files.snapshots, Arc::clone(&files.shared.failure));
         Ok((Guard { _directory: directory, _writer: files.writer }, files.log, machine))
     }
 }

@@ -4,6 +4,7 @@
 //! Outcomes are handed out only after the state that contains them is published, so whoever has an outcome can read its effect.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -11,7 +12,7 @@ use futures::{Stream, TryStreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine, Snapshot};
 use openraft::{EntryPayload, OptionalSend};
 use smg_fleet::Revision;
-use smg_state::State;
+use smg_state::{Envelope, Outcome, State};
 use tokio::sync::watch;
 
 use super::failure::Failure;
@@ -67,6 +68,12 @@ impl Machine {
         }
     }
 
+    /// Applies a command. A panic may have left the state half changed, so it stops the store before anything of it is published.
+    fn apply_command(&mut self, id: LogId, envelope: &Envelope) -> io::Result<Outcome> {
+        catch_unwind(AssertUnwindSafe(|| self.state.apply(envelope)))
+            .map_err(|_| self.failure.fail(format!("applying entry {}, {envelope}, panicked", id.index())))
+    }
+
     /// Where readers find the applied state.
     pub fn published(&self) -> Arc<Published> {
         Arc::clone(&self.published)
@@ -94,7 +101,7 @@ impl RaftStateMachine<TypeConfig> for Machine {
                 self.last_applied = Some(entry.log_id);
                 let outcome = match entry.payload {
                     EntryPayload::Blank => None,
-                    EntryPayload::Normal(envelope) => Some(self.state.apply(&envelope)),
+                    EntryPayload::Normal(envelope) => Some(self.apply_command(entry.log_id, &envelope)?),
                     EntryPayload::Membership(membership) => {
                         self.membership = StoredMembership::new(Some(entry.log_id), membership);
                         None

@@ -60,8 +60,10 @@ impl Name {
 #[derive(Debug)]
 pub(crate) struct Snapshots {
     directory: PathBuf,
-    /// The newest one, in memory. Locked while a file is written, so that two never are at once.
+    /// The newest one, in memory.
     current: Mutex<Option<StateSnapshot>>,
+    /// Held while a file is written: two never are at once, and nobody who only reads waits for the disk.
+    saving: Mutex<()>,
 }
 
 impl Snapshots {
@@ -90,7 +92,7 @@ impl Snapshots {
                             if list.is_empty() { "" } else { ", the newest snapshot that is whole: " },
                         )));
                     }
-                    return Ok(Self { directory: directory.to_owned(), current: Mutex::new(Some(snapshot)) });
+                    return Ok(Self::new(directory, Some(snapshot)));
                 }
                 Ok(_) => skipped.push(format!("{} holds another snapshot than its name says", name.file())),
                 Err(reason) => skipped.push(format!("{} {reason}", name.file())),
@@ -101,7 +103,11 @@ impl Snapshots {
             let list = if skipped.is_empty() { "there is no snapshot".into() } else { skipped.join("; ") };
             return Err(damaged(format!("the log starts after its first entry and {list}")));
         }
-        Ok(Self { directory: directory.to_owned(), current: Mutex::new(None) })
+        Ok(Self::new(directory, None))
+    }
+
+    fn new(directory: &Path, current: Option<StateSnapshot>) -> Self {
+        Self { directory: directory.to_owned(), current: Mutex::new(current), saving: Mutex::new(()) }
     }
 
     /// The newest snapshot.
@@ -111,7 +117,7 @@ impl Snapshots {
 
     /// Makes a snapshot durable and, if none is newer, the current one. Blocks on the disk.
     pub fn save(&self, snapshot: StateSnapshot) -> io::Result<()> {
-        let mut current = self.current.lock();
+        let _saving = self.saving.lock();
         let name = Name::of(&snapshot.meta);
         let unfinished = self.directory.join(format!("{}{UNFINISHED}", name.file()));
         let written = write(&unfinished, &encode(&snapshot))
@@ -123,6 +129,7 @@ impl Snapshots {
         }
         dir::sync(&self.directory)?;
         self.remove_old()?;
+        let mut current = self.current.lock();
         if current.as_ref().is_none_or(|current| current.meta.last_log_id <= snapshot.meta.last_log_id) {
             *current = Some(snapshot);
         }

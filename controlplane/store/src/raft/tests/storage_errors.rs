@@ -9,23 +9,41 @@ use redb::backends::FileBackend;
 
 use super::*;
 
-/// A file whose n-th change or sync fails, and everything after it; a failed change may still be partly made.
+/// A file whose n-th change or sync fails, once, as after a failed fsync that a retry would not repeat; a failed change is half made.
 #[derive(Debug)]
 struct Failing {
     file: FileBackend,
-    left: Arc<AtomicU64>,
+    plan: Arc<Plan>,
 }
+
+#[derive(Debug)]
+struct Plan {
+    /// Changes until the failure.
+    left: AtomicU64,
+    /// Changes since, which must not be.
+    after: AtomicU64,
+}
+
+const NEVER: u64 = u64::MAX;
+const FAILED: u64 = u64::MAX - 1;
 
 impl Failing {
     fn step(&self) -> io::Result<()> {
-        let left = self.left.load(Ordering::SeqCst);
-        if left == 0 {
-            return Err(io::Error::from(io::ErrorKind::StorageFull));
+        match self.plan.left.load(Ordering::SeqCst) {
+            NEVER => Ok(()),
+            FAILED => {
+                self.plan.after.fetch_add(1, Ordering::SeqCst);
+                Ok(())
+            }
+            0 => {
+                self.plan.left.store(FAILED, Ordering::SeqCst);
+                Err(io::Error::other("injected"))
+            }
+            left => {
+                self.plan.left.store(left - 1, Ordering::SeqCst);
+                Ok(())
+            }
         }
-        if left != u64::MAX {
-            self.left.store(left - 1, Ordering::SeqCst);
-        }
-        Ok(())
     }
 }
 
@@ -57,16 +75,17 @@ impl StorageBackend for Failing {
     }
 }
 
-/// Opens a store on a file that fails once `left` changes are used up; unlimited at first.
-async fn open_failing(path: &Path) -> (Arc<RaftStore>, Arc<AtomicU64>) {
+/// Opens a store on a file that fails when its plan says so; never at first.
+async fn open_failing(path: &Path) -> (Arc<RaftStore>, Arc<Plan>) {
     let opened = dir::open(path, true).unwrap();
-    let (lock, left) = (opened.lock, Arc::new(AtomicU64::new(u64::MAX)));
+    let lock = opened.lock;
     opened.database.close().unwrap();
+    let plan = Arc::new(Plan { left: AtomicU64::new(NEVER), after: AtomicU64::new(0) });
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path.join("raft.redb")).unwrap();
-    let backend = Failing { file: FileBackend::new(file).unwrap(), left: Arc::clone(&left) };
+    let backend = Failing { file: FileBackend::new(file).unwrap(), plan: Arc::clone(&plan) };
     let (database, recovered) = database::open_with(|builder| builder.create_with_backend(backend)).unwrap();
     let files = Files::new(path, dir::Opened { database, recovered, lock }).unwrap();
-    (RaftStore::run(files, options(path)).await.unwrap(), left)
+    (RaftStore::run(files, options(path)).await.unwrap(), plan)
 }
 
 /// Writes until the store fails. Returns what was acknowledged.
@@ -100,13 +119,14 @@ async fn a_failed_write_stops_the_store_and_loses_nothing_acknowledged() {
     let mut total = 0;
     for round in 0..40 {
         let directory = fast_directory();
-        let (store, left) = open_failing(directory.path()).await;
-        left.store(round * 3, Ordering::SeqCst);
+        let (store, plan) = open_failing(directory.path()).await;
+        plan.left.store(round * 3, Ordering::SeqCst);
         let acknowledged = write_until_failure(&store, &format!("r{round}")).await;
         assert_failed_for_good(&store).await;
         let served = store.local();
         store.shutdown().await;
-        assert_eq!(left.load(Ordering::SeqCst), 0);
+        assert_eq!(plan.left.load(Ordering::SeqCst), FAILED);
+        assert_eq!(plan.after.load(Ordering::SeqCst), 0, "the file was touched after the failure");
 
         let store = open(directory.path()).await;
         let state = store.local();
@@ -161,7 +181,7 @@ async fn a_full_disk_stops_the_store_and_with_space_again_it_has_everything() {
     let Some(disk) = SmallDisk::mount(4 << 20) else { return };
     let path = disk.0.path().join("data");
     let store = open(&path).await;
-    let hog = disk.fill_but(256 << 10);
+    let hog = disk.fill_but(64 << 10);
     let acknowledged = write_until_failure(&store, "full").await;
     assert!(!acknowledged.is_empty());
     assert_failed_for_good(&store).await;

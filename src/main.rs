@@ -1,2 +1,38 @@
 //! `smg`: a gateway fleet for prefill/decode disaggregated LLM serving.
-fn main() {}
+
+mod cli;
+mod controlplane;
+mod gateway;
+mod launch;
+mod process;
+
+use std::process::ExitCode;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let invocation = match cli::parse(std::env::args_os(), |name| std::env::var_os(name).is_some()) {
+        Ok(invocation) => invocation,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(cli::EXIT_USAGE);
+        }
+    };
+    let ended = match invocation {
+        cli::Invocation::Print(text) => {
+            print!("{text}");
+            Ok(())
+        }
+        cli::Invocation::Launch(args) => process::run(&args.process.clone(), launch::run(*args)),
+        cli::Invocation::ControlPlane(args) => process::run(&args.process.clone(), controlplane::run(*args)),
+        cli::Invocation::Gateway(args) => process::run(&args.process.clone(), gateway::run(*args)),
+    };
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            error.exit_code()
+        }
+    }
+}

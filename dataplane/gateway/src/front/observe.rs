@@ -41,7 +41,8 @@ pub(super) async fn observe(State(front): State<Front>, mut request: Request, ne
     let status = response.status();
     let code = response.extensions().get::<ErrorCode>().map_or("", |code| code.0);
     active.metrics.http_responses.with_label_values(&[active.path.as_str(), status.as_str(), code]).inc();
-    if status.is_server_error() {
+    let probe = matches!(active.path.as_str(), "/health" | "/liveness" | "/readiness");
+    if status.is_server_error() && !probe {
         tracing::warn!(target: "smg::response", request_id = %id, path = %active.path, %status, code, "request failed");
     }
     if let Ok(value) = HeaderValue::from_str(&id) {

@@ -158,6 +158,10 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
                         Ok(_) if this.done.is_some() => {}
                         Ok(data) => {
                             let data = this.pass(data);
+                            // A body of known length is not asked for an end: its last byte is the end.
+                            if this.events.is_none() && this.upstream.is_end_stream() {
+                                this.end(Ended::Complete);
+                            }
                             if !data.is_empty() {
                                 return Poll::Ready(Some(Ok(Frame::data(data))));
                             }

@@ -1,0 +1,87 @@
+//! `smg gateway`: one data-plane gateway that follows a control plane.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use smg_gateway::{Dial, Gateway, GatewayOptions};
+use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_telemetry::{Metrics, SMG};
+use uuid::Uuid;
+
+use crate::cli::{EdgeArgs, GatewayArgs};
+use crate::process::{self, RunError, Signals};
+
+/// Runs the gateway until it is told to stop.
+pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
+    let mut signals = Signals::install()?;
+    args.warnings.iter().for_each(|warning| tracing::warn!(target: SMG, "{warning}"));
+    let metrics = process::metrics(&args.process)?;
+    let metrics_address = args.process.prometheus_address(args.edge.host);
+    let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
+    tracing::info!(target: SMG, address = %metrics_address, "metrics");
+    let options = GatewayOptions {
+        gateway_id: args.gateway_id.unwrap_or_else(random_id),
+        data_dir: args.data_dir,
+        ..options(&args.edge)
+    };
+    let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Tcp(args.controlplane));
+    let grace = Duration::from_secs(args.process.shutdown_grace_period_secs);
+    serve(&gateway, &args.edge, &metrics, grace, &mut signals).await
+}
+
+/// A name for a gateway that was given none.
+pub fn random_id() -> String {
+    format!("gateway-{}", Uuid::new_v4().simple())
+}
+
+/// How the flags of the client edge configure a gateway.
+pub fn options(edge: &EdgeArgs) -> GatewayOptions {
+    let or_for_ever =
+        |secs: u64| if secs == 0 { Duration::from_secs(u64::from(u32::MAX)) } else { Duration::from_secs(secs) };
+    GatewayOptions {
+        max_payload_bytes: usize::try_from(edge.max_payload_size).unwrap_or(usize::MAX),
+        upload_stall_timeout: or_for_ever(edge.stream_body_stall_timeout_secs),
+        request_timeout: Duration::from_secs(edge.request_timeout_secs),
+        pool_idle_timeout: or_for_ever(edge.upstream_pool_idle_timeout_secs),
+        sse_keep_alive: Duration::from_secs(edge.sse_keepalive_secs),
+        request_id_headers: edge.request_id_headers(),
+        ..GatewayOptions::default()
+    }
+}
+
+/// Serves clients until the first signal, then drains.
+pub async fn serve(
+    gateway: &Gateway,
+    edge: &EdgeArgs,
+    metrics: &Arc<Metrics>,
+    grace: Duration,
+    signals: &mut Signals,
+) -> Result<(), RunError> {
+    let address = edge.address();
+    let listener = bind(address).map_err(|error| RunError::start(&format!("clients on {address}"), error))?;
+    let bound = listener.local_addr().map_err(|error| RunError::start("clients", error))?;
+    let shutdown = Shutdown::default();
+    let server = Server::new(serve_options(edge, metrics), shutdown.clone());
+    tracing::info!(target: SMG, address = %bound, "serving clients");
+    let listening = server.listen(listener, gateway.router());
+    let ending = async {
+        signals.next().await;
+        gateway.begin_drain();
+        process::drain(&server, &shutdown, grace, signals).await;
+        gateway.close(Duration::from_secs(5)).await;
+    };
+    tokio::join!(listening, ending);
+    tracing::info!(target: SMG, "stopped");
+    Ok(())
+}
+
+fn serve_options(edge: &EdgeArgs, metrics: &Arc<Metrics>) -> ServeOptions {
+    let connections = metrics.http_connections_active.clone();
+    // The time to read a head includes the idle time before it: the longer of the two limits holds for both.
+    let patience = edge.header_read_timeout_secs.max(edge.idle_connection_timeout_secs);
+    let unlimited = edge.header_read_timeout_secs == 0 || edge.idle_connection_timeout_secs == 0;
+    ServeOptions {
+        header_read_timeout: Duration::from_secs(if unlimited { u64::from(u32::MAX) } else { patience }),
+        observer: Some(Arc::new(move |change| connections.add(change))),
+    }
+}

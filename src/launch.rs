@@ -1,0 +1,92 @@
+//! `smg launch`: control plane and gateway in one process.
+//!
+//! Both planes are the same code as in separate processes. They meet through the real sync service, over a transport inside the process.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use smg_controlplane::{ControlPlane, ControlPlaneOptions};
+use smg_gateway::{Dial, Gateway, GatewayOptions, Link};
+use smg_net::memory;
+use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_store::ClusterStore;
+use smg_store::raft::{RaftOptions, RaftStore};
+use smg_telemetry::SMG;
+
+use crate::cli::LaunchArgs;
+use crate::process::{self, RunError, Signals};
+use crate::{gateway, process::metrics};
+
+/// Runs both planes until the process is told to stop.
+pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
+    let mut signals = Signals::install()?;
+    args.warnings.iter().for_each(|warning| tracing::warn!(target: SMG, "{warning}"));
+    let metrics = metrics(&args.process)?;
+    let metrics_address = args.process.prometheus_address(args.edge.host);
+    let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
+    let (pd, workers) = (args.pd_disaggregation, args.startup_workers.len());
+    tracing::info!(target: SMG, metrics = %metrics_address, pd_disaggregation = pd, startup_workers = workers, "starting");
+
+    // Without a directory of the operator's, the state dies with the process.
+    let (directory, _temporary) = data_directory(args.data_dir.clone())?;
+    let store = RaftStore::open(RaftOptions::new(&directory, "in-process").bootstrap(true)).await?;
+    let control_plane = ControlPlane::start(ControlPlaneOptions::new(Arc::clone(&store) as _, Arc::clone(&metrics)));
+    control_plane
+        .apply_startup(args.startup_workers, args.startup_policy)
+        .await
+        .map_err(|error| RunError::start("start-up flags", error))?;
+
+    let (connector, connections) = memory::transport();
+    let inner_shutdown = Shutdown::default();
+    let inner = Server::new(ServeOptions::default(), inner_shutdown.clone());
+    {
+        let (inner, router) = (inner.clone(), control_plane.router());
+        smg_net::spawn("in-process", async move { inner.listen_in_memory(connections, router).await });
+    }
+    if let Some(address) = args.controlplane_listen {
+        let listener = bind(address).map_err(|error| RunError::start(&format!("control plane on {address}"), error))?;
+        let bound = listener.local_addr().map_err(|error| RunError::start("control plane", error))?;
+        tracing::info!(target: SMG, address = %bound, "serving the control plane");
+        let (inner, router) = (inner.clone(), control_plane.router());
+        smg_net::spawn("control-plane", async move { inner.listen(listener, router).await });
+    }
+
+    let options = GatewayOptions {
+        gateway_id: args.gateway_id.unwrap_or_else(gateway::random_id),
+        // The store is durable here: a second copy of its state has no use.
+        data_dir: None,
+        ..gateway::options(&args.edge)
+    };
+    let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Memory(connector));
+    smg_net::spawn("store-failure", report_store_failure(Arc::clone(&store), Arc::clone(gateway.link())));
+
+    let grace = Duration::from_secs(args.process.shutdown_grace_period_secs);
+    let served = gateway::serve(&gateway, &args.edge, &metrics, grace, &mut signals).await;
+    control_plane.stop().await;
+    inner_shutdown.now();
+    inner.drain(Duration::from_secs(1)).await;
+    store.shutdown().await;
+    served
+}
+
+/// The directory of the state, and the guard of a temporary one.
+fn data_directory(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::TempDir>), RunError> {
+    if let Some(directory) = given {
+        return Ok((directory, None));
+    }
+    let temporary =
+        tempfile::Builder::new().prefix("smg-").tempdir().map_err(|error| RunError::start("temporary state", error))?;
+    Ok((temporary.path().join("state"), Some(temporary)))
+}
+
+/// A failed store ends writes, not serving: the gateway routes on with its snapshot and says so.
+async fn report_store_failure(store: Arc<RaftStore>, link: Arc<Link>) {
+    let mut failure = store.failure();
+    if let Ok(reason) = failure.wait_for(Option::is_some).await
+        && let Some(reason) = reason.clone()
+    {
+        tracing::error!(target: SMG, reason, "the store has stopped: serving goes on, changes are refused");
+        link.note_store_failure(reason);
+    }
+}

@@ -1,0 +1,157 @@
+//! The life of a process: runtime, logs, metrics, signals, drain.
+//!
+//! ```text
+//!  first SIGTERM or SIGINT ──► not ready, connections close after their request, new ones are still answered   (notice)
+//!                          ──► nothing is accepted any more, running requests go on                            (drain)
+//!  all ended, grace period over, or second signal ──► exit
+//! ```
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_telemetry::logs::{self, LogOptions};
+use smg_telemetry::metrics::{CONTENT_TYPE, DURATION_BUCKETS};
+use smg_telemetry::{Metrics, SMG};
+use thiserror::Error;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::cli::ProcessArgs;
+
+/// Longest notice given before the listener closes.
+const MAX_NOTICE: Duration = Duration::from_secs(5);
+
+/// Why a process ended with an error.
+#[derive(Debug, Error)]
+pub enum RunError {
+    /// It could not start.
+    #[error("{0}")]
+    Start(String),
+    /// Its data directory cannot be used.
+    #[error("{0}")]
+    Data(#[from] smg_store::raft::OpenError),
+    /// Its store stopped after a storage error.
+    #[error("the store has stopped: {0}")]
+    StoreFailed(String),
+}
+
+impl RunError {
+    /// A failed start.
+    pub fn start(what: &str, error: impl std::fmt::Display) -> Self {
+        Self::Start(format!("{what}: {error}"))
+    }
+
+    /// The exit code: 1, or those of sysexits for an unusable directory (73) and a failed store (74).
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Self::Start(_) => ExitCode::FAILURE,
+            Self::Data(_) => ExitCode::from(73),
+            Self::StoreFailed(_) => ExitCode::from(74),
+        }
+    }
+}
+
+/// Runs a process to its end.
+///
+/// # Errors
+/// What `main` returned, or a runtime that cannot be built.
+pub fn run(args: &ProcessArgs, main: impl Future<Output = Result<(), RunError>>) -> Result<(), RunError> {
+    let options = LogOptions { level: args.log_level.as_str().to_owned(), json: args.log_json };
+    logs::init(&options).map_err(|error| RunError::start("logs", error))?;
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    builder.enable_all();
+    if let Some(threads) = args.runtime_worker_threads {
+        builder.worker_threads(usize::from(threads));
+    }
+    let runtime = builder.build().map_err(|error| RunError::start("runtime", error))?;
+    let ended = runtime.block_on(main);
+    // What is still running was given its time already.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    ended
+}
+
+/// The metrics of a process.
+///
+/// # Errors
+/// When the bucket bounds are not usable.
+pub fn metrics(args: &ProcessArgs) -> Result<Arc<Metrics>, RunError> {
+    let buckets = &args.prometheus_duration_buckets;
+    let bounds: &[f64] = if buckets.is_empty() { &DURATION_BUCKETS } else { buckets };
+    Metrics::new(bounds).map(Arc::new).map_err(|error| RunError::start("metrics", error))
+}
+
+/// Serves `/metrics` on a port of its own, until the process ends.
+///
+/// # Errors
+/// When the address cannot be bound.
+pub fn serve_metrics(address: SocketAddr, metrics: Arc<Metrics>) -> Result<SocketAddr, RunError> {
+    let render = move || {
+        let rendered = metrics.render();
+        async move {
+            match rendered {
+                Ok(text) => ([(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE))], text).into_response(),
+                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+            }
+        }
+    };
+    let router: Router = Router::new().route("/metrics", get(render));
+    let listener = bind(address).map_err(|error| RunError::start(&format!("metrics on {address}"), error))?;
+    let bound = listener.local_addr().map_err(|error| RunError::start("metrics", error))?;
+    let server = Server::new(ServeOptions::default(), Shutdown::default());
+    smg_net::spawn("metrics", async move { server.listen(listener, router).await });
+    Ok(bound)
+}
+
+/// The signals that end a process.
+pub struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    /// Starts listening, so that a signal during the start is not lost.
+    ///
+    /// # Errors
+    /// When handlers cannot be installed.
+    pub fn install() -> Result<Self, RunError> {
+        let handler = |kind| signal(kind).map_err(|error| RunError::start("signals", error));
+        Ok(Self { terminate: handler(SignalKind::terminate())?, interrupt: handler(SignalKind::interrupt())? })
+    }
+
+    /// Waits for the next one.
+    pub async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// Ends a server within `grace`: notice, drain, cut. A signal meanwhile cuts at once.
+pub async fn drain(server: &Server, shutdown: &Shutdown, grace: Duration, signals: &mut Signals) {
+    let notice = MAX_NOTICE.min(grace / 2);
+    tracing::info!(target: SMG, grace_secs = grace.as_secs(), "draining");
+    shutdown.notice.cancel();
+    let orderly = async {
+        tokio::time::sleep(notice).await;
+        shutdown.closing.cancel();
+        server.drain(grace.saturating_sub(notice)).await
+    };
+    let cut = tokio::select! {
+        cut = orderly => cut,
+        () = signals.next() => {
+            shutdown.now();
+            server.drain(Duration::ZERO).await
+        }
+    };
+    if cut > 0 {
+        tracing::warn!(target: SMG, connections = cut, "connections were cut before their requests had ended");
+    }
+}

@@ -12,7 +12,7 @@ use smg_telemetry::Metrics;
 use tokio_util::sync::CancellationToken;
 
 /// Gauges follow the state at most this often.
-const PAUSE: Duration = Duration::from_millis(500);
+const PAUSE: Duration = Duration::from_millis(250);
 
 type Pool = (&'static str, &'static str, String);
 

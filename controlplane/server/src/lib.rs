@@ -26,7 +26,6 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 pub mod admin;
-mod clock;
 mod crew;
 mod duty;
 mod inventory;
@@ -34,6 +33,8 @@ pub mod jobs;
 pub mod probe;
 pub mod startup;
 pub mod sync;
+#[cfg(test)]
+mod testing;
 pub mod writer;
 
 /// Largest request body of the admin API, in bytes, unless the process is told another limit.
@@ -92,15 +93,14 @@ impl ControlPlane {
         let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), jobs);
         let prober = probe::Prober::new(writer.clone(), client, Arc::clone(&metrics), probe);
         let store = Arc::clone(writer.store());
+        let leading = (Arc::clone(&store), shutdown.clone());
+        let jobs = duty::while_leading(leading.0.clone(), leading.1.clone(), move |term| runner.clone().run(term));
+        let prober = duty::while_leading(leading.0, leading.1, move |term| prober.clone().run(term));
         let tasks = vec![
-            tokio::spawn(publisher),
-            tokio::spawn(duty::while_leading(Arc::clone(&store), shutdown.clone(), move |term| {
-                runner.clone().run(term)
-            })),
-            tokio::spawn(duty::while_leading(Arc::clone(&store), shutdown.clone(), move |term| {
-                prober.clone().run(term)
-            })),
-            tokio::spawn(inventory::follow(store, metrics, shutdown.clone())),
+            smg_net::spawn("sync-publisher", publisher),
+            smg_net::spawn("jobs", jobs),
+            smg_net::spawn("prober", prober),
+            smg_net::spawn("inventory", inventory::follow(store, metrics, shutdown.clone())),
         ];
         Arc::new(Self { writer, sync, max_body_bytes, shutdown, tasks: Mutex::new(tasks) })
     }

@@ -13,8 +13,6 @@ use thiserror::Error;
 use tokio::time::{Instant, sleep, timeout_at};
 use uuid::Uuid;
 
-use crate::clock;
-
 /// How long one write or one barrier may take.
 const DEADLINE: Duration = Duration::from_secs(5);
 /// Pause before the outcome of a command is asked for again.
@@ -109,7 +107,7 @@ fn envelope(write: Write) -> Envelope {
     Envelope {
         command_id: write.command_id.unwrap_or_else(Uuid::now_v7),
         actor: write.actor,
-        proposed_at_unix_ms: clock::unix_ms(),
+        proposed_at_unix_ms: smg_net::unix_millis(),
         expected_revision: write.expected_revision,
         command: write.command,
     }

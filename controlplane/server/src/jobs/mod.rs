@@ -19,7 +19,6 @@ use tokio::sync::Semaphore;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use crate::clock;
 use crate::crew::Crew;
 use crate::probe::client::ProbeClient;
 use crate::writer::{Write, Writer};
@@ -105,13 +104,7 @@ impl Runner {
         loop {
             changes.borrow_and_update();
             crew.staff(unfinished(&self.shared.writer.store().local()), |id, number, token| {
-                let job = Arc::clone(&self.shared).perform(id, *number);
-                async move {
-                    tokio::select! {
-                        () = token.cancelled() => {}
-                        () = job => {}
-                    }
-                }
+                Arc::clone(&self.shared).perform(id, *number, token)
             });
             self.shared.metrics.registration_jobs_active.set(crew.len() as i64);
             tokio::select! {
@@ -128,7 +121,7 @@ impl Runner {
         loop {
             sweep.tick().await;
             let failed_for = u64::try_from(self.shared.timing.failed_for.as_millis()).unwrap_or(u64::MAX);
-            let before = clock::unix_ms().saturating_sub(failed_for);
+            let before = smg_net::unix_millis().saturating_sub(failed_for);
             for (id, number) in failed(&self.shared.writer.store().local(), before) {
                 let command = Command::ForgetJob { id, number };
                 if let Err(error) = self.shared.writer.write(Write::of("jobs", command)).await {

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use smg_fleet::info::runs_undeclared_passthrough;
 use smg_fleet::policy::Probe;
-use smg_fleet::{Facts, Health, JobKind, JobStatus, Origin, Settings, Worker, WorkerId, WorkerSpec, WorkerUrl};
+use smg_fleet::{Facts, Health, Job, JobKind, JobStatus, Origin, Settings, Worker, WorkerId, WorkerSpec, WorkerUrl};
 use smg_state::Command;
 use smg_store::StoreError;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::discover::Engine;
@@ -20,25 +21,22 @@ use crate::writer::{Write, WriteError};
 const COMMIT_PAUSE: Duration = Duration::from_secs(1);
 
 impl Shared {
-    /// Performs the worker's job of this number.
-    pub async fn perform(self: Arc<Self>, id: WorkerId, number: u64) {
+    /// Performs the worker's job of this number. `cancelled` ends the work, but not its last command: committing that is what makes the
+    /// job disappear, and there is more to do afterwards.
+    pub async fn perform(self: Arc<Self>, id: WorkerId, number: u64, cancelled: CancellationToken) {
         let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
         let Some(job) = worker.job.clone().filter(|job| job.number == number) else { return };
-        let spec = job.proposed.as_deref().unwrap_or(&worker.spec);
-        let result = match job.kind {
-            JobKind::RemoveWorker => {
-                self.settle(&worker).await;
-                Ok(None)
-            }
-            JobKind::AddWorker | JobKind::UpdateWorker => {
-                Box::pin(self.register(&worker, spec, number)).await.map(|facts| Some(Box::new(facts)))
-            }
+        let result = tokio::select! {
+            result = self.work(&worker, &job) => result,
+            () = cancelled.cancelled() => return,
         };
         let registered = matches!(result, Ok(Some(_)));
         let (command, outcome) = match result {
             Ok(facts) => (Command::CompleteJob { id, number, facts }, "success"),
             Err(message) => {
-                tracing::warn!(target: "smg", worker = spec.url, job = %job.kind, reason = message, "a worker job failed");
+                tracing::warn!(
+                    target: "smg", worker = worker.spec.url, job = %job.kind, reason = message, "a worker job failed"
+                );
                 (Command::ReportJob { id, number, status: JobStatus::Failed, message }, "failure")
             }
         };
@@ -48,6 +46,17 @@ impl Shared {
                 self.after_registration(id).await;
             }
         }
+    }
+
+    /// What a job takes: time for a removal, facts for the others.
+    async fn work(&self, worker: &Worker, job: &Job) -> Result<Option<Box<Facts>>, String> {
+        if job.kind == JobKind::RemoveWorker {
+            self.settle(worker).await;
+            return Ok(None);
+        }
+        let spec = job.proposed.as_deref().unwrap_or(&worker.spec);
+        let facts = Box::pin(self.register(worker, spec, job.number)).await?;
+        Ok(Some(Box::new(facts)))
     }
 
     /// Commits the last command of a job. Returns whether it was applied; it is not when the job is no longer the current one.

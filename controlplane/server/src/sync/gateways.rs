@@ -8,8 +8,6 @@ use smg_fleet::Revision;
 use smg_telemetry::Metrics;
 use std::sync::Arc;
 
-use crate::clock;
-
 /// Most gateways that are remembered, those that left included.
 pub const MAX_GATEWAYS: usize = 2_000;
 /// How long a gateway that left is remembered.
@@ -97,7 +95,7 @@ impl Gateways {
         version: &str,
         have_revision: Revision,
     ) -> Membership {
-        let now = clock::unix_ms();
+        let now = smg_net::unix_millis();
         let key = (gateway_id.to_owned(), process_id.to_owned());
         let mut inner = self.inner.lock();
         inner.sessions += 1;
@@ -141,7 +139,7 @@ impl Membership {
         if let Some(record) = inner.records.get_mut(&self.key)
             && record.session == self.session
         {
-            record.last_seen_unix_ms = clock::unix_ms();
+            record.last_seen_unix_ms = smg_net::unix_millis();
             change(record);
         }
     }

@@ -25,8 +25,6 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use uuid::Uuid;
 
-use crate::clock;
-
 pub mod feed;
 pub mod gateways;
 pub mod session;
@@ -258,7 +256,7 @@ impl Subscription {
                             target: "smg", gateway = record.gateway_id, revision, reason,
                             "a gateway refused a revision and keeps the one it has"
                         );
-                        record.nack = Some(Refusal { revision, reason, at_unix_ms: clock::unix_ms() });
+                        record.nack = Some(Refusal { revision, reason, at_unix_ms: smg_net::unix_millis() });
                     });
                 }
             }
@@ -285,7 +283,7 @@ impl Subscription {
     }
 
     async fn heartbeat(&self, revision: Revision) -> Result<(), End> {
-        let heartbeat = ServerHeartbeat { revision, server_unix_ms: clock::unix_ms() };
+        let heartbeat = ServerHeartbeat { revision, server_unix_ms: smg_net::unix_millis() };
         self.send(down(down::Message::Heartbeat(heartbeat))).await
     }
 

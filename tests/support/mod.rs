@@ -1,0 +1,325 @@
+//! What integration tests share: the real binary as a child process, mock engines, and an HTTP client.
+//!
+//! Every process gets free ports and temporary directories, and ends with its handle. Nothing waits by sleeping: conditions are polled
+//! with a deadline.
+#![allow(dead_code, unused_imports, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+pub use mock_engine::{Connector, Engine, Fault, MockEngine, Role};
+use reqwest::{Client, Response, StatusCode};
+use serde_json::{Value, json};
+
+/// How long a condition may take before a test fails. Generous: machines are slow and shared.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+/// The model of all mock engines.
+pub const MODEL: &str = "m";
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Polls `condition` until it yields a value.
+pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut condition: impl FnMut() -> F) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(value) = condition().await {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// The `smg` binary as a child process.
+pub struct Smg {
+    child: Child,
+    /// `http://127.0.0.1:PORT` of the API (for a control plane: of the admin API).
+    pub url: String,
+    /// Port of the API.
+    pub port: u16,
+    metrics_port: u16,
+    log: PathBuf,
+    /// An HTTP client without redirects, proxies or retries.
+    pub client: Client,
+    _directory: tempfile::TempDir,
+}
+
+static COUNTER: AtomicU64 = AtomicU64::new(0);
+
+impl Smg {
+    /// `smg launch --pd-disaggregation` with further flags, answering probes.
+    pub async fn launch(flags: &[&str]) -> Self {
+        let mut all = vec!["launch", "--pd-disaggregation", "--worker-startup-check-interval", "1"];
+        all.extend(flags);
+        Self::start(&all).await
+    }
+
+    /// `smg launch` that keeps its state in `directory`.
+    pub async fn durable(directory: &Path, flags: &[&str]) -> Self {
+        let directory = directory.to_str().unwrap();
+        let mut all = vec!["--data-dir", directory];
+        all.extend(flags);
+        Self::launch(&all).await
+    }
+
+    /// `smg gateway` of the control planes at `addresses` (`HOST:PORT,…`).
+    pub async fn gateway(addresses: &str, flags: &[&str]) -> Self {
+        let mut all = vec!["gateway", "--insecure", "--controlplane", addresses];
+        all.extend(flags);
+        Self::start(&all).await
+    }
+
+    /// `smg controlplane` on `port` that keeps its state in `directory`.
+    pub async fn controlplane(directory: &Path, port: u16, flags: &[&str]) -> Self {
+        let listen = format!("127.0.0.1:{port}");
+        let mut all = vec!["controlplane", "--insecure", "--bootstrap", "--data-dir", directory.to_str().unwrap()];
+        all.extend(["--listen", &listen, "--peer-listen", "127.0.0.1:0"]);
+        all.extend(flags);
+        let smg = Self::spawn(&all, port, &[]);
+        smg.ready("/fleet/cluster").await;
+        smg
+    }
+
+    async fn start(arguments: &[&str]) -> Self {
+        let port = free_port();
+        let port_text = port.to_string();
+        let mut all = arguments.to_vec();
+        all.extend(["--host", "127.0.0.1", "--port", &port_text]);
+        let smg = Self::spawn(&all, port, &[]);
+        smg.ready("/liveness").await;
+        smg
+    }
+
+    /// Starts the binary without waiting for anything.
+    pub fn spawn(arguments: &[&str], port: u16, environment: &[(&str, &str)]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join(format!("smg-{}.log", COUNTER.fetch_add(1, Ordering::Relaxed)));
+        let metrics_port = free_port();
+        let child = Command::new(env!("CARGO_BIN_EXE_smg"))
+            .args(arguments)
+            .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics_port.to_string()])
+            .env("RUST_LOG", "warn,smg=info,smg::routers=debug")
+            .env("TMPDIR", directory.path())
+            .envs(environment.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).unwrap())
+            .spawn()
+            .unwrap();
+        let client = Client::builder().redirect(reqwest::redirect::Policy::none()).no_proxy().build().unwrap();
+        Self { child, url: format!("http://127.0.0.1:{port}"), port, metrics_port, log, client, _directory: directory }
+    }
+
+    async fn ready(&self, path: &str) {
+        eventually(&format!("{path} answers; log:\n{}", self.log()), || async {
+            self.client.get(format!("{}{path}", self.url)).send().await.ok()
+        })
+        .await;
+    }
+
+    /// What it has logged so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, name: &str) {
+        let status = Command::new("kill").args([&format!("-{name}"), &self.pid().to_string()]).status().unwrap();
+        assert!(status.success());
+    }
+
+    /// Kills it with SIGKILL and waits until it is gone.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Waits until it has exited by itself.
+    pub async fn exited(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it did not exit; log:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// `GET path`.
+    pub async fn get(&self, path: &str) -> Response {
+        self.client.get(format!("{}{path}", self.url)).send().await.unwrap()
+    }
+
+    /// `GET path` as JSON.
+    pub async fn get_json(&self, path: &str) -> Value {
+        self.get(path).await.json().await.unwrap()
+    }
+
+    /// `POST path` with a JSON body.
+    pub async fn post(&self, path: &str, body: &Value) -> Response {
+        self.client.post(format!("{}{path}", self.url)).json(body).send().await.unwrap()
+    }
+
+    /// `POST path` with these bytes as a JSON body.
+    pub async fn post_bytes(&self, path: &str, body: impl Into<reqwest::Body>) -> Response {
+        let request = self.client.post(format!("{}{path}", self.url)).header("content-type", "application/json");
+        request.body(body).send().await.unwrap()
+    }
+
+    /// Registers a worker and waits until this process routes to it. Returns its id.
+    pub async fn register(&self, spec: &Value) -> String {
+        let response = self.post("/workers", spec).await;
+        assert_eq!(response.status(), StatusCode::ACCEPTED, "{}", response.text().await.unwrap());
+        let accepted: Value = response.json().await.unwrap();
+        let id = accepted["worker_id"].as_str().unwrap().to_owned();
+        self.until_healthy(&id).await;
+        id
+    }
+
+    /// Waits until a worker is healthy.
+    pub async fn until_healthy(&self, id: &str) {
+        eventually(&format!("worker {id} is healthy; log:\n{}", self.log()), || async {
+            let worker = self.get_json(&format!("/workers/{id}")).await;
+            (worker["is_healthy"] == true).then_some(())
+        })
+        .await;
+    }
+
+    /// Registers a prefill and a decode engine as a pair, with the connector the engines have.
+    pub async fn register_pair(&self, prefill: &MockEngine, decode: &MockEngine) -> (String, String) {
+        (self.register(&spec(prefill, "prefill")).await, self.register(&spec(decode, "decode")).await)
+    }
+
+    /// The metrics text.
+    pub async fn metrics(&self) -> String {
+        let url = format!("http://127.0.0.1:{}/metrics", self.metrics_port);
+        self.client.get(url).send().await.unwrap().text().await.unwrap()
+    }
+
+    /// The sum of a metric's samples whose labels contain all of `labels`; 0 when there is none.
+    pub async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        samples(&self.metrics().await, name, labels).into_values().sum()
+    }
+
+    /// Waits until every in-flight gauge is back at zero: nothing leaked.
+    pub async fn until_idle(&self) {
+        eventually("all in-flight gauges are 0", || async {
+            let metrics = self.metrics().await;
+            let workers = samples(&metrics, "smg_worker_requests_active", &[]).values().sum::<f64>();
+            let requests = samples(&metrics, "smg_http_requests_active", &[]).values().sum::<f64>();
+            (workers == 0.0 && requests == 0.0).then_some(())
+        })
+        .await;
+    }
+
+    /// The decision record of a request, once it says how the request ended.
+    pub async fn decision(&self, request_id: &str) -> Value {
+        eventually(&format!("a finished decision record of {request_id}"), || async {
+            let found = self.get_json(&format!("/fleet/decisions?request_id={request_id}")).await;
+            let record = found["decisions"].get(0)?.clone();
+            record["outcome"].is_string().then_some(record)
+        })
+        .await
+    }
+}
+
+impl Drop for Smg {
+    fn drop(&mut self) {
+        self.kill();
+        if std::thread::panicking() {
+            eprintln!("--- log of smg on {}\n{}", self.url, self.log());
+        }
+    }
+}
+
+/// The samples of a metric, by label text, whose labels contain all of `labels`.
+pub fn samples(metrics: &str, name: &str, labels: &[(&str, &str)]) -> BTreeMap<String, f64> {
+    metrics
+        .lines()
+        .filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let (label_text, value) = match rest.strip_prefix('{') {
+                Some(rest) => rest.rsplit_once("} ")?,
+                None => ("", rest.strip_prefix(' ')?),
+            };
+            let wanted = labels.iter().all(|(key, value)| label_text.contains(&format!("{key}=\"{value}\"")));
+            wanted.then(|| (label_text.to_owned(), value.parse().unwrap()))
+        })
+        .collect()
+}
+
+/// The registration of a mock engine, its connector and ports declared as an operator would.
+pub fn spec(engine: &MockEngine, worker_type: &str) -> Value {
+    let mut spec = json!({"url": engine.url(), "worker_type": worker_type});
+    if let Some(port) = engine.bootstrap_port() {
+        spec["bootstrap_port"] = json!(port);
+    }
+    spec
+}
+
+/// As [`spec`], with fields added or replaced.
+pub fn spec_with(engine: &MockEngine, worker_type: &str, fields: Value) -> Value {
+    let mut spec = spec(engine, worker_type);
+    for (name, value) in fields.as_object().unwrap() {
+        spec[name] = value.clone();
+    }
+    spec
+}
+
+/// A SGLang engine.
+pub async fn sglang(role: Role) -> MockEngine {
+    MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).start().await.unwrap()
+}
+
+/// A vLLM engine with a connector.
+pub async fn vllm(role: Role, connector: Connector) -> MockEngine {
+    MockEngine::builder().engine(Engine::Vllm).role(role).connector(connector).model(MODEL).start().await.unwrap()
+}
+
+/// A SGLang pair behind a gateway.
+pub async fn sglang_pair(flags: &[&str]) -> (Smg, MockEngine, MockEngine) {
+    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
+    let smg = Smg::launch(flags).await;
+    smg.register_pair(&prefill, &decode).await;
+    (smg, prefill, decode)
+}
+
+/// A vLLM NIXL pair behind a gateway.
+pub async fn nixl_pair(flags: &[&str]) -> (Smg, MockEngine, MockEngine) {
+    let (prefill, decode) = (vllm(Role::Prefill, Connector::Nixl).await, vllm(Role::Decode, Connector::Nixl).await);
+    let smg = Smg::launch(flags).await;
+    smg.register(&spec_with(&prefill, "prefill", json!({"kv_connector": "NixlConnector"}))).await;
+    smg.register(&spec_with(&decode, "decode", json!({"kv_connector": "NixlConnector"}))).await;
+    (smg, prefill, decode)
+}
+
+/// A chat completion request.
+pub fn chat() -> Value {
+    json!({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8})
+}
+
+/// A streamed chat completion request.
+pub fn chat_stream() -> Value {
+    let mut body = chat();
+    body["stream"] = json!(true);
+    body
+}
+
+/// A completion request.
+pub fn completion() -> Value {
+    json!({"model": MODEL, "prompt": "hi", "max_tokens": 8})
+}

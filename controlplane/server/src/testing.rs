@@ -15,7 +15,7 @@ use http_body_util::BodyExt;
 use parking_lot::Mutex;
 use serde_json::Value;
 use smg_fleet::{Revision, Worker, WorkerId};
-use smg_state::{Envelope, Outcome, State};
+use smg_state::{Command, Envelope, Outcome, State};
 use smg_store::memory::MemoryStore;
 use smg_store::{ClusterStore, Leadership, StoreError};
 use smg_telemetry::Metrics;
@@ -24,6 +24,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tower::ServiceExt;
+use uuid::Uuid;
 
 use crate::jobs::Budget;
 use crate::{ControlPlane, ControlPlaneOptions};
@@ -41,7 +42,25 @@ pub(crate) struct TestStore {
 }
 
 impl TestStore {
+    /// A store that has named its cluster, as every store does before it is opened to others.
     pub(crate) fn new(leadership: Leadership) -> Arc<Self> {
+        let store = Self::unnamed(leadership);
+        store.name();
+        store
+    }
+
+    pub(crate) fn name(&self) {
+        let envelope = Envelope {
+            command_id: Uuid::now_v7(),
+            actor: "test".to_owned(),
+            proposed_at_unix_ms: smg_net::unix_millis(),
+            expected_revision: None,
+            command: Command::InitCluster { cluster_id: Uuid::now_v7(), history_id: Uuid::now_v7() },
+        };
+        self.inner.propose(envelope).now_or_never().expect("memory answers at once").unwrap();
+    }
+
+    pub(crate) fn unnamed(leadership: Leadership) -> Arc<Self> {
         let (inner, errors) = (MemoryStore::default(), Mutex::default());
         Arc::new(Self { inner, errors, leadership: watch::Sender::new(leadership) })
     }
@@ -243,11 +262,14 @@ pub(crate) enum Answer {
     Silence,
 }
 
+/// A path that was asked for, and the key it was asked with.
+type Asked = (String, Option<String>);
+
 /// An engine that answers as it is told; 404 to what it was not told about.
 pub(crate) struct FakeEngine {
     pub url: String,
     answers: Arc<Mutex<HashMap<String, Answer>>>,
-    seen: Arc<Mutex<Vec<(String, Option<String>)>>>,
+    seen: Arc<Mutex<Vec<Asked>>>,
     _stop: DropGuard,
 }
 

@@ -1,7 +1,7 @@
 //! The one way to change the state: a command with its identity, its author and its conditions.
 //!
 //! A store may answer that the outcome is unknown. Retrying with the same command id is then safe, so this is done here once for all, within
-//! a deadline. The first command of a history names the cluster; whoever writes first sees to it.
+//! a deadline.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,10 +72,6 @@ impl Writer {
     /// [`WriteError::Rejected`] when the state refused it, [`WriteError::Store`] when the store did not answer within five seconds.
     pub async fn write(&self, write: Write) -> Result<Outcome, WriteError> {
         let deadline = Instant::now() + DEADLINE;
-        if self.store.local().revision() == 0 {
-            let command = Command::InitCluster { cluster_id: Uuid::now_v7(), history_id: Uuid::now_v7() };
-            self.propose(envelope(Write::of("control-plane", command)), deadline).await?;
-        }
         let outcome = self.propose(envelope(write), deadline).await?;
         outcome.accepted().map_err(WriteError::Rejected)
     }

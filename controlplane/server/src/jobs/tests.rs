@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use mock_engine::{Connector, Engine, MockEngine, Role};
 use serde_json::{Value, json};
 use smg_fleet::{Health, JobKind, JobStatus, PolicyDocument, Runtime, WorkerId, WorkerSpec, WorkerType};
 use smg_store::{ClusterStore, Leadership};
@@ -89,6 +90,24 @@ async fn the_runtime_is_detected_as_documented() {
     let id = plane.register(declared).await;
     assert_eq!(plane.worker(id).runtime(), Runtime::Trtllm);
     assert_eq!((engine.asked("/version"), engine.asked("/v1/models")), (0, 1), "a declared runtime is not detected");
+}
+
+#[tokio::test]
+async fn engines_that_behave_like_the_real_ones_are_recognised_by_themselves() {
+    let plane = Plane::start();
+    let vllm = MockEngine::builder().engine(Engine::Vllm).role(Role::Prefill).connector(Connector::Nixl).model("m");
+    let sglang = MockEngine::builder().engine(Engine::Sglang).role(Role::Decode).model("m").api_key("k");
+    let (vllm, sglang) = (vllm.start().await.unwrap(), sglang.start().await.unwrap());
+    let id = plane.register(spec(&vllm.url(), "prefill")).await;
+    let worker = plane.worker(id);
+    assert_eq!((worker.runtime(), worker.model_id()), (Runtime::Vllm, "m"));
+    assert!(worker.label("version").is_some() && worker.models()[0].context_length.is_some());
+    let mut body = spec(&sglang.url(), "decode");
+    body["api_key"] = json!("k");
+    let id = plane.register(body).await;
+    let worker = plane.worker(id);
+    assert_eq!((worker.runtime(), worker.model_id()), (Runtime::Sglang, "m"));
+    assert!(worker.label("tp_size").is_some() && worker.label("model_path").is_some());
 }
 
 #[tokio::test]

@@ -9,7 +9,7 @@ use smg_net::memory;
 use smg_services::sync::sync_client::SyncClient;
 use smg_services::sync::{Ack, Down, Heartbeat, Hello, Nack, Resync, Up, down, up};
 use smg_state::Command;
-use smg_store::ClusterStore;
+use smg_store::{ClusterStore, Leadership};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
@@ -17,7 +17,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status, Streaming};
 use uuid::Uuid;
 
-use crate::testing::{DEADLINE, Plane, eventually};
+use crate::testing::{DEADLINE, Plane, TestStore, eventually};
 use crate::writer::Write;
 
 /// A plane's router behind an in-memory listener, served as a socket is.
@@ -340,11 +340,11 @@ async fn there_is_room_for_so_many_gateways_and_no_more() {
 
 #[tokio::test]
 async fn a_gateway_waits_while_the_cluster_has_no_name() {
-    let plane = Plane::start();
+    let plane = Plane::on(TestStore::unnamed(Leadership::Leader), |_| {});
     let mut gateway = Gateway::subscribe(&channel(&plane).await, "g", None).await;
     let first = gateway.message().await.unwrap().unwrap().message;
     assert!(matches!(first, Some(down::Message::Heartbeat(beat)) if beat.revision == 0));
-    write(&plane, "a").await;
+    plane.store.name();
     let (_, snapshot) = gateway.full().await;
     assert_ne!(snapshot.history_id, Uuid::nil());
 }

@@ -12,6 +12,9 @@ use smg_telemetry::SMG;
 use crate::cli::ControlPlaneArgs;
 use crate::process::{self, RunError, Signals};
 
+/// Where the state lies within the data directory. The same for every way to run a control plane, so that one can follow another.
+pub const STATE_DIRECTORY: &str = "controlplane";
+
 /// Runs the member until it is told to stop or its store fails.
 pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
     let mut signals = Signals::install()?;
@@ -19,7 +22,8 @@ pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
     let metrics = process::metrics(&args.process)?;
     let metrics_address = args.process.prometheus_address(args.listen.ip());
     let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
-    let options = RaftOptions::new(&args.data_dir, args.peer_listen.to_string()).bootstrap(args.bootstrap);
+    let options =
+        RaftOptions::new(args.data_dir.join(STATE_DIRECTORY), args.peer_listen.to_string()).bootstrap(args.bootstrap);
     let store = RaftStore::open(options).await?;
     let mut failure = store.failure();
     let control_plane = ControlPlane::start(ControlPlaneOptions::new(Arc::clone(&store) as _, metrics));

@@ -15,6 +15,7 @@ use smg_store::raft::{RaftOptions, RaftStore};
 use smg_telemetry::SMG;
 
 use crate::cli::LaunchArgs;
+use crate::controlplane::STATE_DIRECTORY;
 use crate::process::{self, RunError, Signals};
 use crate::{gateway, process::metrics};
 
@@ -30,7 +31,8 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
 
     // Without a directory of the operator's, the state dies with the process.
     let (directory, _temporary) = data_directory(args.data_dir.clone())?;
-    let store = RaftStore::open(RaftOptions::new(&directory, "in-process").bootstrap(true)).await?;
+    let state = directory.join(STATE_DIRECTORY);
+    let store = RaftStore::open(RaftOptions::new(state, "in-process").bootstrap(true)).await?;
     let control_plane = ControlPlane::start(ControlPlaneOptions::new(Arc::clone(&store) as _, Arc::clone(&metrics)));
     control_plane
         .apply_startup(args.startup_workers, args.startup_policy)
@@ -77,7 +79,7 @@ fn data_directory(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::T
     }
     let temporary =
         tempfile::Builder::new().prefix("smg-").tempdir().map_err(|error| RunError::start("temporary state", error))?;
-    Ok((temporary.path().join("state"), Some(temporary)))
+    Ok((temporary.path().to_owned(), Some(temporary)))
 }
 
 /// A failed store ends writes, not serving: the gateway routes on with its snapshot and says so.

@@ -147,6 +147,23 @@ pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 mod tests {
     use super::*;
 
+    /// The reference page. `UPDATE_DOCS=1` writes it.
+    #[test]
+    fn the_reference_page_lists_every_metric() {
+        let mut page = String::from(
+            "# Metrics\n\nServed on `--prometheus-port` under `/metrics`.\n\n| metric | labels | |\n|---|---|---|\n",
+        );
+        for (name, help, labels) in CATALOGUE {
+            let labels = labels.iter().map(|label| format!("`{label}`")).collect::<Vec<_>>().join(", ");
+            page.push_str(&format!("| `{name}` | {labels} | {help} |\n"));
+        }
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/metrics.md");
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(path, &page).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap(), page, "run the tests once with UPDATE_DOCS=1");
+    }
+
     #[test]
     fn every_metric_has_help_and_counters_end_in_total() {
         let metrics = Metrics::default();

@@ -133,7 +133,14 @@ impl Gateway {
     }
 }
 
+/// Writes and waits until that is published: a gateway may otherwise still be given the state before it.
 async fn write(plane: &Plane, model: &str) -> u64 {
+    let revision = write_only(plane, model).await;
+    published(plane, revision).await;
+    revision
+}
+
+async fn write_only(plane: &Plane, model: &str) -> u64 {
     let command = Command::PutPolicy { model: model.to_owned(), document: Box::new(PolicyDocument::default()) };
     plane.plane.writer().write(Write::of("test", command)).await.unwrap().revision
 }
@@ -178,7 +185,7 @@ async fn changes_during_an_unacknowledged_message_arrive_together() {
     let (nonce, have) = gateway.full().await;
     let mut last = 0;
     for n in 0..50 {
-        last = write(&plane, &format!("m{n}")).await;
+        last = write_only(&plane, &format!("m{n}")).await;
     }
     published(&plane, last).await;
     gateway.ack(nonce, have.revision).await;
@@ -195,8 +202,7 @@ async fn a_gateway_that_returns_resumes_from_what_it_has() {
     let (_, have) = Gateway::subscribe(&channel, "g", None).await.full().await;
     let (_, empty) = Gateway::subscribe(&channel, "g", Some(&have)).await.delta().await;
     assert_eq!(have.apply(&empty).unwrap(), have);
-    let revision = write(&plane, "b").await;
-    published(&plane, revision).await;
+    write(&plane, "b").await;
     let (_, delta) = Gateway::subscribe(&channel, "g", Some(&have)).await.delta().await;
     assert_eq!(have.apply(&delta).unwrap(), plane.store.local().snapshot());
     let foreign = Snapshot { history_id: Uuid::from_u128(9), ..have };

@@ -7,6 +7,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use smg_telemetry::Metrics;
+use smg_telemetry::fleet::FleetGauges;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -34,6 +35,8 @@ pub struct Core {
     pub metrics: Arc<Metrics>,
     /// Decision records.
     pub decisions: Decisions,
+    /// Gauges that mirror the snapshot in use.
+    pub gauges: parking_lot::Mutex<FleetGauges>,
     /// Monotonic time.
     pub clock: Clock,
     /// Work that outlives its request: prefill drains.
@@ -61,6 +64,7 @@ impl Core {
             table: ArcSwap::from_pointee(RoutingTable::empty()),
             revision: watch::Sender::new(0),
             decisions: Decisions::new(Arc::clone(&metrics)),
+            gauges: parking_lot::Mutex::default(),
             clock: Clock::start(),
             background: TaskTracker::new(),
             draining: CancellationToken::new(),

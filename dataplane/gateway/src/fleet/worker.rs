@@ -78,6 +78,7 @@ impl WorkerRuntime {
         let first = !self.unreachable.swap(true, Ordering::AcqRel);
         if first {
             self.stalled.set(1);
+            self.metrics.worker_health.with_label_values(&[self.url.as_str()]).set(0);
             self.metrics.worker_stall_transitions.with_label_values(&[self.url.as_str(), "unreachable"]).inc();
         }
         first
@@ -87,6 +88,7 @@ impl WorkerRuntime {
     pub fn readmit(&self) {
         self.unreachable.store(false, Ordering::Release);
         self.stalled.set(0);
+        self.metrics.worker_health.with_label_values(&[self.url.as_str()]).set(1);
         self.health_returned();
     }
 

@@ -108,9 +108,7 @@ pub(crate) fn install(core: &Arc<Core>, snapshot: Snapshot) -> Result<(), Refuse
     for runtime in previous.departed(&table) {
         runtime.forget();
     }
-    let undeclared =
-        table.snapshot.workers.values().filter(|worker| smg_fleet::info::runs_undeclared_passthrough(worker));
-    core.metrics.pd_undeclared_connectors.set(i64::try_from(undeclared.count()).unwrap_or(i64::MAX));
+    core.gauges.lock().show(&core.metrics, table.snapshot.workers.values().map(AsRef::as_ref));
     core.metrics.config_revision.set(i64::try_from(revision).unwrap_or(i64::MAX));
     core.revision.send_replace(revision);
     Ok(())

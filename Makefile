@@ -10,7 +10,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint deny
+.PHONY: help demo test soak bench lint deny
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ endif
 
 soak: ## Run every test in its long variant
 	SMG_SOAK=1 $(MAKE) test
+
+bench: ## Measure the release build beside other gateways; ARGS='--quick --peer NAME=COMMAND'
+	$(CARGO) build --release --locked -p smg -p mock-engine -p smg-bench
+	$${CARGO_TARGET_DIR:-target}/release/smg-bench $(ARGS)
 
 lint: ## Check format and lints, and the dependency policy where cargo-deny is installed
 	$(CARGO) fmt --all --check

@@ -1,0 +1,202 @@
+//! What is done to a subject, and what is read off it.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use serde_json::json;
+
+use crate::Result;
+use crate::load::{self, Shot};
+use crate::subject::{Kind, Subject};
+use crate::table::{Figures, percentile};
+
+/// The model of all engines.
+pub const MODEL: &str = "bench";
+
+/// A workload.
+#[derive(Debug, Clone)]
+pub enum Workload {
+    /// One output token, closed loop over 64 connections.
+    Closed {
+        /// Its name.
+        name: &'static str,
+        /// Bytes of prompt.
+        prompt: usize,
+        /// Requests a repetition.
+        requests: u64,
+    },
+    /// 64 concurrent streams of 256 tokens.
+    Streams {
+        /// Its name.
+        name: &'static str,
+        /// Streams a repetition.
+        streams: u64,
+        /// Milliseconds between tokens.
+        pace: u64,
+    },
+    /// Open loop, timed from the intended send.
+    Latency {
+        /// Requests a second.
+        rate: f64,
+        /// How long.
+        duration: Duration,
+    },
+    /// Memory and CPU at rest, and memory with many slow streams open.
+    Memory {
+        /// Streams.
+        streams: usize,
+        /// How long to look at the idle process.
+        idle: Duration,
+    },
+    /// The small closed loop over growing fleets.
+    Scale {
+        /// Requests a repetition.
+        requests: u64,
+        /// Fleet sizes.
+        sizes: &'static [usize],
+    },
+}
+
+impl Workload {
+    /// Every workload.
+    pub fn all(quick: bool) -> Vec<Workload> {
+        let share = if quick { 5 } else { 1 };
+        vec![
+            Workload::Closed { name: "small", prompt: 24, requests: 20_000 / share },
+            Workload::Closed { name: "b32k", prompt: 32 * 1024, requests: 10_000 / share },
+            Workload::Closed { name: "b256k", prompt: 256 * 1024, requests: 2_500 / share },
+            Workload::Streams { name: "stream", streams: 640 / share, pace: 0 },
+            Workload::Streams { name: "paced", streams: 128, pace: 10 },
+            Workload::Latency { rate: 500.0, duration: Duration::from_secs(if quick { 2 } else { 6 }) },
+            Workload::Memory { streams: 2_000 / share as usize, idle: Duration::from_secs(if quick { 5 } else { 60 }) },
+            Workload::Scale { requests: 5_000 / share, sizes: if quick { &[2, 32] } else { &[2, 32, 128, 512] } },
+        ]
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Workload::Closed { name, .. } | Workload::Streams { name, .. } => name,
+            Workload::Latency { .. } => "latency",
+            Workload::Memory { .. } => "memory",
+            Workload::Scale { .. } => "scale",
+        }
+    }
+
+    /// What it does, in words.
+    pub fn describe(&self) -> String {
+        match self {
+            Workload::Closed { prompt, requests, .. } => {
+                format!("{requests} requests of {prompt} prompt bytes and 1 output token, 64 connections, closed loop")
+            }
+            Workload::Streams { streams, pace, .. } => {
+                format!("{streams} streams of 256 tokens, 64 at a time, {pace} ms between tokens")
+            }
+            Workload::Latency { rate, .. } => {
+                format!("{rate} requests a second, open loop, timed from the intended send")
+            }
+            Workload::Memory { streams, idle } => {
+                format!("at rest for {} s, then {streams} slow streams open at once", idle.as_secs())
+            }
+            Workload::Scale { requests, .. } => {
+                format!("{requests} small requests over growing fleets, half of them prefills")
+            }
+        }
+    }
+
+    /// Fleet sizes to measure.
+    pub fn worker_counts(&self) -> Vec<usize> {
+        match self {
+            Workload::Scale { sizes, .. } => sizes.to_vec(),
+            _ => vec![4],
+        }
+    }
+
+    /// Whether a subject takes part.
+    pub fn includes(&self, kind: &Kind) -> bool {
+        !matches!((self, kind), (Workload::Memory { .. } | Workload::Scale { .. }, Kind::Direct))
+    }
+
+    /// Milliseconds between tokens of the engines.
+    pub fn token_delay_ms(&self) -> u64 {
+        match self {
+            Workload::Streams { pace, .. } => *pace,
+            Workload::Memory { .. } => 500,
+            _ => 0,
+        }
+    }
+
+    fn shot(&self, subject: &Subject) -> Shot {
+        let (prompt, tokens, stream) = match self {
+            Workload::Closed { prompt, .. } => (*prompt, 1, false),
+            Workload::Streams { .. } => (24, 256, true),
+            Workload::Memory { .. } => (24, 20, true),
+            Workload::Latency { .. } | Workload::Scale { .. } => (24, 1, false),
+        };
+        let content = "lorem ipsum ".chars().cycle().take(prompt).collect::<String>();
+        let body = json!({
+            "model": MODEL,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": tokens,
+            "stream": stream,
+        });
+        Shot { address: subject.address.clone(), body: Bytes::from(body.to_string()), stream }
+    }
+
+    /// Measures a subject once.
+    pub async fn measure(&self, subject: &Subject) -> Result<Figures> {
+        let shot = self.shot(subject);
+        let cpu = || subject.gateway.as_ref().map_or(Ok(f64::NAN), |gateway| gateway.cpu_seconds());
+        let before = cpu()?;
+        match self {
+            Workload::Closed { requests, .. } | Workload::Scale { requests, .. } => {
+                let seen = load::closed(&shot, 64, *requests, false).await?;
+                let used = cpu()? - before;
+                Ok(vec![
+                    ("req/s", seen.requests as f64 / seen.wall.as_secs_f64()),
+                    ("gateway CPU us/req", used * 1e6 / seen.requests as f64),
+                    ("p50 us", percentile(&seen.whole, 0.5)),
+                    ("p99 us", percentile(&seen.whole, 0.99)),
+                ])
+            }
+            Workload::Streams { streams, .. } => {
+                let seen = load::closed(&shot, 64, *streams, true).await?;
+                let used = cpu()? - before;
+                Ok(vec![
+                    ("tokens/s", seen.events as f64 / seen.wall.as_secs_f64()),
+                    ("gateway CPU s/1M tokens", used * 1e6 / seen.events as f64),
+                    ("first p50 us", percentile(&seen.first, 0.5)),
+                    ("gap p50 us", percentile(&seen.gaps, 0.5)),
+                    ("gap p99 us", percentile(&seen.gaps, 0.99)),
+                ])
+            }
+            Workload::Latency { rate, duration } => {
+                let seen = load::open(&shot, *rate, *duration).await?;
+                let used = cpu()? - before;
+                Ok(vec![
+                    ("p50 us", percentile(&seen.whole, 0.5)),
+                    ("p99 us", percentile(&seen.whole, 0.99)),
+                    ("gateway CPU us/req", used * 1e6 / seen.requests as f64),
+                ])
+            }
+            Workload::Memory { streams, idle } => self.memory(subject, &shot, *streams, *idle).await,
+        }
+    }
+
+    async fn memory(&self, subject: &Subject, shot: &Shot, streams: usize, idle: Duration) -> Result<Figures> {
+        let gateway = subject.gateway.as_ref().ok_or("memory is measured on gateways")?;
+        let (started, before) = (Instant::now(), gateway.cpu_seconds()?);
+        let at_rest = gateway.resident_kib()?;
+        tokio::time::sleep(idle).await;
+        let idle_cpu = (gateway.cpu_seconds()? - before) / started.elapsed().as_secs_f64();
+        let held = load::hold(shot, streams).await?;
+        let loaded = gateway.resident_kib()?;
+        load::finish(held).await?;
+        Ok(vec![
+            ("RSS idle MiB", at_rest as f64 / 1024.0),
+            ("idle CPU %", idle_cpu * 100.0),
+            ("RSS loaded MiB", loaded as f64 / 1024.0),
+            ("KiB/stream", loaded.saturating_sub(at_rest) as f64 / streams as f64),
+        ])
+    }
+}

@@ -38,6 +38,11 @@ pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut condit
     }
 }
 
+/// A directory for a process's own files, in memory where the system has such a place: only tests of durability need a disk.
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 /// The `smg` binary as a child process.
 pub struct Smg {
     child: Child,
@@ -100,7 +105,7 @@ impl Smg {
 
     /// Starts the binary without waiting for anything.
     pub fn spawn(arguments: &[&str], port: u16, environment: &[(&str, &str)]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        let directory = scratch();
         let log = directory.path().join(format!("smg-{}.log", COUNTER.fetch_add(1, Ordering::Relaxed)));
         let metrics_port = free_port();
         let child = Command::new(env!("CARGO_BIN_EXE_smg"))
@@ -180,12 +185,44 @@ impl Smg {
         request.body(body).send().await.unwrap()
     }
 
+    /// `POST path` with a JSON body under a request id.
+    pub async fn post_as(&self, request_id: &str, path: &str, body: &Value) -> Response {
+        let request = self.client.post(format!("{}{path}", self.url)).header("x-request-id", request_id);
+        request.json(body).send().await.unwrap()
+    }
+
+    /// Writes the policy document of a model (`default` = the fleet's). It holds for this process when this returns.
+    pub async fn set_policy(&self, model: &str, document: &Value) {
+        let request = self.client.put(format!("{}/fleet/policies/{model}", self.url)).json(document);
+        let response = request.send().await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK, "{}", response.text().await.unwrap());
+    }
+
+    /// Removes a worker and waits until it is gone.
+    pub async fn remove(&self, id: &str) {
+        let path = format!("/workers/{id}");
+        let response = self.client.delete(format!("{}{path}", self.url)).send().await.unwrap();
+        assert_eq!(response.status(), StatusCode::ACCEPTED);
+        eventually("the worker is gone", || async { (self.get(&path).await.status() == 404).then_some(()) }).await;
+    }
+
     /// Registers a worker and waits until this process routes to it. Returns its id.
     pub async fn register(&self, spec: &Value) -> String {
-        let response = self.post("/workers", spec).await;
-        assert_eq!(response.status(), StatusCode::ACCEPTED, "{}", response.text().await.unwrap());
-        let accepted: Value = response.json().await.unwrap();
-        let id = accepted["worker_id"].as_str().unwrap().to_owned();
+        // A starved machine may commit too late for the answer: then the same is asked again, and may be there already.
+        let response = eventually("the control plane answers", || async {
+            let response = self.post("/workers", spec).await;
+            (response.status() != StatusCode::SERVICE_UNAVAILABLE).then_some(response)
+        })
+        .await;
+        let id = if response.status() == StatusCode::CONFLICT {
+            let list = self.get_json("/workers").await;
+            let known = list["workers"].as_array().unwrap().iter().find(|worker| worker["url"] == spec["url"]).cloned();
+            known.unwrap()["id"].as_str().unwrap().to_owned()
+        } else {
+            assert_eq!(response.status(), StatusCode::ACCEPTED, "{}", response.text().await.unwrap());
+            let accepted: Value = response.json().await.unwrap();
+            accepted["worker_id"].as_str().unwrap().to_owned()
+        };
         self.until_healthy(&id).await;
         id
     }
@@ -322,4 +359,132 @@ pub fn chat_stream() -> Value {
 /// A completion request.
 pub fn completion() -> Value {
     json!({"model": MODEL, "prompt": "hi", "max_tokens": 8})
+}
+
+/// A completion request of SGLang's own API.
+pub fn generate() -> Value {
+    json!({"text": "hi", "sampling_params": {"max_new_tokens": 8}})
+}
+
+/// The generation routes, each with a request of its own shape.
+pub fn requests() -> [(&'static str, Value); 3] {
+    [("/v1/chat/completions", chat()), ("/v1/completions", completion()), ("/generate", generate())]
+}
+
+/// `body` as a request for a stream.
+pub fn streamed(mut body: Value) -> Value {
+    body["stream"] = json!(true);
+    body
+}
+
+/// How a request runs over its legs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dispatch {
+    /// Both legs at once: SGLang.
+    Parallel,
+    /// Prefill, then decode: vLLM with NIXL.
+    Sequential,
+    /// One leg.
+    Regular,
+}
+
+/// All kinds of dispatch.
+pub const DISPATCHES: [Dispatch; 3] = [Dispatch::Parallel, Dispatch::Sequential, Dispatch::Regular];
+
+/// What a NIXL prefill answers, for tests whose decode engine is scripted.
+pub const HANDOFF: &str = r#"{"do_remote_prefill":true,"remote_engine_id":"e","remote_request_id":"r","remote_block_ids":[1,2],"remote_host":"127.0.0.1","remote_port":5600,"tp_size":1}"#;
+
+/// A gateway over the workers of one kind of dispatch, whose output a test scripts.
+pub struct Serving {
+    /// The gateway.
+    pub smg: Smg,
+    /// The prefill engine, unless the dispatch is regular.
+    pub prefill: Option<MockEngine>,
+    /// The engine whose answer the client gets.
+    pub output: MockEngine,
+}
+
+impl Serving {
+    /// Starts it. The prefill engine works as it should.
+    pub async fn start(dispatch: Dispatch, flags: &[&str]) -> Self {
+        match dispatch {
+            Dispatch::Parallel => {
+                let (smg, prefill, output) = sglang_pair(flags).await;
+                Self { smg, prefill: Some(prefill), output }
+            }
+            Dispatch::Sequential => {
+                let (smg, prefill, output) = nixl_pair(flags).await;
+                Self { smg, prefill: Some(prefill), output }
+            }
+            Dispatch::Regular => {
+                let output = sglang(Role::Regular).await;
+                let smg = Smg::launch(flags).await;
+                smg.register(&spec(&output, "regular")).await;
+                Self { smg, prefill: None, output }
+            }
+        }
+    }
+
+    /// As [`Serving::start`], with a prefill engine that is done at once, because no decode engine will ask it for KV.
+    pub async fn scripted(dispatch: Dispatch, flags: &[&str]) -> Self {
+        let serving = Self::start(dispatch, flags).await;
+        if let Some(prefill) = &serving.prefill {
+            prefill.set_fault(instant_prefill());
+        }
+        serving
+    }
+
+    /// Both engines, or the one there is.
+    pub fn engines(&self) -> impl Iterator<Item = &MockEngine> {
+        self.prefill.iter().chain([&self.output])
+    }
+
+    /// How often the breaker of `engine` was told of a failure.
+    pub async fn failures(&self, engine: &MockEngine) -> f64 {
+        self.smg.metric("smg_worker_cb_outcomes_total", &[("worker", &engine.url()), ("outcome", "failure")]).await
+    }
+}
+
+/// A prefill that is done at once and hands over [`HANDOFF`].
+pub fn instant_prefill() -> Fault {
+    Fault::generation().status(200, format!(r#"{{"object":"prefill","kv_transfer_params":{HANDOFF}}}"#))
+}
+
+/// A script whose pieces follow each other without a pause.
+pub fn at_once<'a>(pieces: impl IntoIterator<Item = &'a str>) -> Vec<(Duration, String)> {
+    pieces.into_iter().map(|piece| (Duration::ZERO, piece.to_owned())).collect()
+}
+
+impl Smg {
+    /// How many sockets of this process are connected to a local port.
+    pub fn sockets_to(&self, port: u16) -> usize {
+        let own: std::collections::BTreeSet<String> = std::fs::read_dir(format!("/proc/{}/fd", self.pid()))
+            .unwrap()
+            .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()?.into_os_string().into_string().ok())
+            .filter_map(|target| Some(target.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+            .collect();
+        let remote = format!(":{port:04X}");
+        let connections = std::fs::read_to_string(format!("/proc/{}/net/tcp", self.pid())).unwrap();
+        connections
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>())
+            .filter(|fields| fields.len() > 9 && fields[2].ends_with(&remote) && own.contains(fields[9]))
+            .count()
+    }
+
+    /// Waits until no socket of this process is connected to the engines.
+    pub async fn until_disconnected(&self, engines: impl Iterator<Item = &MockEngine>) {
+        for engine in engines {
+            eventually(&format!("no socket to {}", engine.url()), || async {
+                (self.sockets_to(engine.port()) == 0).then_some(())
+            })
+            .await;
+        }
+    }
+
+    /// Resident memory of this process, in bytes.
+    pub fn resident_bytes(&self) -> u64 {
+        let pages = std::fs::read_to_string(format!("/proc/{}/statm", self.pid())).unwrap();
+        pages.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096
+    }
 }

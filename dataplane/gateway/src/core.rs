@@ -21,6 +21,10 @@ use crate::options::GatewayOptions;
 /// The HTTP client of legs and probes.
 pub type HttpClient = Client<HttpConnector, LegBody>;
 
+/// Most bytes of a worker's response that one connection reads ahead, its head included. What a client that stopped reading costs is a
+/// small multiple of it: frames that wait for the client hold the buffers they were read into.
+const LEG_BUFFER: usize = 64 * 1024;
+
 /// What every part of a gateway shares.
 pub struct Core {
     /// Settings of the process.
@@ -58,6 +62,7 @@ impl Core {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(options.pool_idle_timeout)
             .pool_max_idle_per_host(500)
+            .http1_max_buf_size(LEG_BUFFER)
             .build(connector);
         Arc::new(Self {
             client,

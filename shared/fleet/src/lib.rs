@@ -12,6 +12,7 @@
 //! * [`wire`]: conversions to and from the prost messages of disk and wire.
 
 pub mod info;
+mod object;
 pub mod pairing;
 pub mod policy;
 pub mod snapshot;

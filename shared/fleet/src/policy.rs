@@ -145,16 +145,16 @@ pub struct PolicyDocument {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_handoff_fields: Option<ClientHandoffFields>,
     /// Retries.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
     pub retry: Option<RetryPolicy>,
     /// Circuit breaker.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
     pub circuit_breaker: Option<BreakerPolicy>,
     /// Active probes. Fleet-wide: only the default document's is used.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
     pub health: Option<HealthPolicy>,
     /// Registration jobs. Fleet-wide: only the default document's is used.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
     pub registration: Option<RegistrationPolicy>,
 }
 

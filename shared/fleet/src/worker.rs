@@ -336,10 +336,14 @@ pub struct WorkerSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pairing_protocol: Option<String>,
     /// Health override.
-    #[serde(default, skip_serializing_if = "HealthOverride::is_empty")]
+    #[serde(default, deserialize_with = "crate::object::required", skip_serializing_if = "HealthOverride::is_empty")]
     pub health: HealthOverride,
     /// Retry and breaker override.
-    #[serde(default, skip_serializing_if = "ResilienceOverride::is_empty")]
+    #[serde(
+        default,
+        deserialize_with = "crate::object::required",
+        skip_serializing_if = "ResilienceOverride::is_empty"
+    )]
     pub resilience: ResilienceOverride,
     /// Shown only; the attempt budget comes from the policy.
     #[serde(default = "default_connection_attempts")]
@@ -385,6 +389,7 @@ pub struct WorkerPatch {
     pub cost: Option<f64>,
     pub labels: BTreeMap<String, String>,
     pub api_key: Option<String>,
+    #[serde(deserialize_with = "crate::object::required")]
     pub health: HealthOverride,
 }
 

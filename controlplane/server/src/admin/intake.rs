@@ -63,7 +63,7 @@ pub(super) async fn body(parts: &Parts, body: Body, limit: usize) -> Result<Byte
     }
 }
 
-/// A JSON body.
+/// A JSON body: an object. Derived readers would also take a list, its entries as the fields in order.
 pub(super) fn json<T: DeserializeOwned>(parts: &Parts, bytes: &[u8]) -> Result<T, ApiError> {
     let declared = parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let essence = declared.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
@@ -71,7 +71,12 @@ pub(super) fn json<T: DeserializeOwned>(parts: &Parts, bytes: &[u8]) -> Result<T
     if !is_json {
         return Err(ApiError::BadRequest("the content type must be application/json".to_owned()));
     }
-    serde_json::from_slice(bytes).map_err(|error| ApiError::BadRequest(format!("invalid JSON body: {error}")))
+    let read = serde_json::from_slice(bytes);
+    let read = read.map_err(|error| ApiError::BadRequest(format!("invalid JSON body: {error}")))?;
+    if !bytes.trim_ascii_start().starts_with(b"{") {
+        return Err(ApiError::BadRequest("the body must be a JSON object".to_owned()));
+    }
+    Ok(read)
 }
 
 /// The write that a request asks for: `command` under the request's identity and conditions.

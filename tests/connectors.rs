@@ -226,20 +226,18 @@ async fn a_vllm_prefill_without_a_declared_connector_is_warned_about_loudly_and_
 }
 
 #[tokio::test]
-async fn a_moriio_decode_is_refused_before_any_leg_is_contacted() {
+async fn a_moriio_decode_with_another_prefill_is_refused_before_any_leg_is_contacted() {
     let moriio = json!({"kv_connector": "MoRIIOConnector", "labels": {"moriio_mode": "read"}});
-    for (prefill, decode) in [(json!({}), moriio.clone()), (moriio.clone(), moriio)] {
-        let (smg, p, d) = vllm_pair([Connector::None, Connector::None], prefill, decode).await;
-        for body in [chat(), chat_stream()] {
-            let response = smg.post(CHAT, &body).await;
-            assert_eq!(response.status(), 503);
-            assert_eq!(response.headers()["x-smg-error-code"], "moriio_pair_misconfigured");
-            assert_eq!(response.json::<Value>().await.unwrap()["error"]["code"], "moriio_pair_misconfigured");
-        }
-        assert_eq!((p.generation_count(), d.generation_count()), (0, 0));
-        assert_eq!(failures(&smg).await, 2.0);
-        smg.until_idle().await;
+    let (smg, p, d) = vllm_pair([Connector::None, Connector::None], json!({}), moriio).await;
+    for body in [chat(), chat_stream()] {
+        let response = smg.post(CHAT, &body).await;
+        assert_eq!(response.status(), 503);
+        assert_eq!(response.headers()["x-smg-error-code"], "moriio_pair_misconfigured");
+        assert_eq!(response.json::<Value>().await.unwrap()["error"]["code"], "moriio_pair_misconfigured");
     }
+    assert_eq!((p.generation_count(), d.generation_count()), (0, 0));
+    assert_eq!(failures(&smg).await, 2.0);
+    smg.until_idle().await;
 }
 
 #[tokio::test]

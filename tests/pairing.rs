@@ -200,8 +200,8 @@ async fn each_rule_keeps_legs_apart_as_its_mode_says() {
         let model = case.name;
         let prefill = leg(case.prefill.0, Role::Prefill, model).await;
         let decode = leg(case.decode.0, Role::Decode, model).await;
-        let prefill_id = smg.register(&spec_with(&prefill, "prefill", case.prefill.1)).await;
-        let decode_id = smg.register(&spec_with(&decode, "decode", case.decode.1)).await;
+        let specs = [spec_with(&prefill, "prefill", case.prefill.1), spec_with(&decode, "decode", case.decode.1)];
+        let (prefill_id, decode_id) = tokio::join!(smg.register(&specs[0]), smg.register(&specs[1]));
         assert_eq!([shown_key(&smg, &prefill_id).await, shown_key(&smg, &decode_id).await], case.keys, "{model}");
         for (mode, verdict) in ["off", "lenient", "strict"].into_iter().zip(case.modes) {
             smg.set_policy(model, &json!({"pairing_mode": mode})).await;

@@ -1,0 +1,279 @@
+//! Streams pass through byte for byte, at once, under back-pressure, and a broken one is recognisable as broken.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures::StreamExt;
+use futures::future::join_all;
+use serde_json::{Value, json};
+use support::*;
+
+const DONE: &str = "data: [DONE]\n\n";
+
+fn event(text: &str) -> String {
+    format!("data: {}\n\n", json!({"choices": [{"index": 0, "delta": {"content": text}}]}))
+}
+
+/// The payloads of a stream's events, comments left out.
+fn payloads(stream: &str) -> Vec<&str> {
+    stream.lines().filter_map(|line| line.strip_prefix("data: ")).collect()
+}
+
+fn has_error(stream: &str) -> bool {
+    payloads(stream)
+        .into_iter()
+        .filter_map(|payload| serde_json::from_str::<Value>(payload).ok())
+        .any(|payload| payload["error"].is_object())
+}
+
+/// What arrived of a body, and whether it was broken off.
+async fn read(response: reqwest::Response) -> (String, bool) {
+    let mut stream = response.bytes_stream();
+    let mut body = Vec::new();
+    while let Some(chunk) = stream.next().await {
+        match chunk {
+            Ok(chunk) => body.extend_from_slice(&chunk),
+            Err(_) => return (String::from_utf8(body).unwrap(), true),
+        }
+    }
+    (String::from_utf8(body).unwrap(), false)
+}
+
+#[tokio::test]
+async fn characters_that_are_cut_between_writes_arrive_whole() {
+    let stream = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"你好🙂\"}}]}\n\ndata: [DONE]\n\n";
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        let pieces = stream.bytes().map(|byte| (Duration::from_millis(1), Bytes::copy_from_slice(&[byte])));
+        serving.output.set_fault(Fault::generation().script(pieces));
+        for (path, body) in requests() {
+            let response = serving.smg.post(path, &streamed(body)).await;
+            assert_eq!(response.bytes().await.unwrap(), stream, "{dispatch:?} {path}");
+        }
+        serving.smg.until_idle().await;
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn comments_are_neither_output_nor_errors() {
+    let pause = Duration::from_millis(300);
+    let (first, second) = (event("a"), event("b"));
+    let pieces = [(Duration::ZERO, ": ping\n\n"), (pause, ": ping\n\n"), (pause, ": ping\n\n")];
+    let pieces: Vec<_> = pieces.into_iter().chain([(pause, &*first), (Duration::ZERO, &second)]).collect();
+    join_all([Dispatch::Parallel, Dispatch::Sequential].map(|dispatch| {
+        let pieces: Vec<_> = pieces.iter().map(|(pause, piece)| (*pause, (*piece).to_owned())).collect();
+        let (first, second) = (first.clone(), second.clone());
+        async move {
+            let serving = Serving::scripted(dispatch, &[]).await;
+            let script = pieces.into_iter().chain([(Duration::ZERO, DONE.to_owned())]);
+            serving.output.set_fault(Fault::generation().script(script));
+            let response = serving.smg.post("/v1/chat/completions", &chat_stream()).await;
+            assert_eq!(response.status(), 200);
+            let stream = response.text().await.unwrap();
+            let expected = format!(": ping\n\n: ping\n\n: ping\n\n{first}{second}{DONE}");
+            assert_eq!(stream, expected, "{dispatch:?}");
+            let first_output = serving.smg.metric("smg_pd_ttft_seconds_sum", &[]).await;
+            assert!(first_output >= 0.85, "a comment counted as output: {first_output}");
+        }
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn a_usage_event_leaves_its_neighbours_as_they_are() {
+    let serving = Serving::scripted(Dispatch::Sequential, &[]).await;
+    let finish = "data: {\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n";
+    let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":1,\"total_tokens\":2}}\n\n";
+    let stream = format!("{}{finish}{usage}{DONE}", event("a"));
+    serving.output.set_fault(Fault::generation().script(at_once([&*stream])));
+    let mut body = chat_stream();
+    body["stream_options"] = json!({"include_usage": true});
+    let received = serving.smg.post("/v1/chat/completions", &body).await.text().await.unwrap();
+    assert_eq!(received, stream);
+    let prefill = serving.prefill.as_ref().unwrap().generations().remove(0).json();
+    assert_eq!(prefill.get("stream_options"), None);
+    assert_eq!(serving.output.generations()[0].json()["stream_options"], json!({"include_usage": true}));
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_is_recognisable_and_charged_to_the_engine_that_broke_it() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        // The reset comes after a pause: a reset discards what the peer has not read yet.
+        let pieces = [(Duration::ZERO, event("a")), (Duration::ZERO, event("b"))];
+        let pieces = pieces.into_iter().chain([(Duration::from_millis(300), ": last\n\n".to_owned())]);
+        let fault = Fault::generation().script(pieces.collect::<Vec<_>>());
+        for (number, fault) in
+            [fault.clone().reset_after_events(3), fault.close_after_events(3)].into_iter().enumerate()
+        {
+            serving.output.clear_faults();
+            serving.output.set_fault(fault);
+            for (route, (path, body)) in requests().into_iter().enumerate() {
+                let response = serving.smg.post(path, &streamed(body)).await;
+                assert_eq!(response.status(), 200);
+                let (stream, broken) = read(response).await;
+                assert!(stream.starts_with(&format!("{}{}", event("a"), event("b"))), "{dispatch:?} {path}: {stream}");
+                assert!(broken || has_error(&stream), "{dispatch:?} {path}: it looks complete: {stream}");
+                let broken_so_far = number * 3 + route + 1;
+                assert_eq!(serving.output.generation_count(), broken_so_far as u64, "nothing is tried again");
+                serving.smg.until_idle().await;
+                assert_eq!(serving.failures(&serving.output).await, broken_so_far as f64);
+                if let Some(prefill) = &serving.prefill {
+                    assert_eq!(serving.failures(prefill).await, 0.0, "{dispatch:?}");
+                }
+            }
+        }
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn an_answer_that_breaks_is_broken_off_and_not_completed() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        let answer = json!({"choices": ["a long enough answer"]}).to_string();
+        serving.output.set_fault(Fault::generation().status(200, answer.clone()).close_after_bytes(9));
+        for (path, body) in requests() {
+            let response = serving.smg.post(path, &body).await;
+            assert_eq!(response.content_length(), Some(answer.len() as u64));
+            let (received, broken) = read(response).await;
+            assert!(broken && answer.starts_with(&received), "{dispatch:?} {path}: {received}");
+        }
+        serving.smg.until_idle().await;
+        assert_eq!(serving.failures(&serving.output).await, 3.0);
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn the_end_marker_arrives_exactly_as_often_as_the_engine_sent_it() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        for end in [DONE, ""] {
+            let stream = format!("{}{end}", event("a"));
+            serving.output.clear_faults();
+            serving.output.set_fault(Fault::generation().script(at_once([&*stream])));
+            for (path, body) in requests() {
+                let started = Instant::now();
+                let received = read(serving.smg.post(path, &streamed(body)).await).await;
+                assert_eq!(received, (stream.clone(), false), "{dispatch:?} {path}");
+                assert!(started.elapsed() < Duration::from_secs(5));
+            }
+        }
+        serving.smg.until_idle().await;
+        assert_eq!(serving.failures(&serving.output).await, 0.0);
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn a_stream_ends_after_its_end_marker_though_the_engine_keeps_the_connection() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        let stream = format!("{}{DONE}", event("a"));
+        serving.output.set_fault(Fault::generation().script(at_once([&*stream])).stall_at_end());
+        let received = read(serving.smg.post("/v1/chat/completions", &chat_stream()).await).await;
+        assert_eq!(received, (stream, false), "{dispatch:?}");
+        let ended = Instant::now();
+        serving.smg.until_idle().await;
+        assert!(ended.elapsed() < Duration::from_secs(5));
+        assert_eq!(serving.failures(&serving.output).await, 0.0);
+        let closed = |engine: &MockEngine| engine.generations()[0].peer_closed_at.is_some();
+        serving.output.wait_until(PATIENCE, closed).await.unwrap();
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn an_event_reaches_the_client_before_the_engine_writes_the_next() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        let gap = Duration::from_secs(2);
+        let first = event("a");
+        let pieces = [(Duration::ZERO, first.clone()), (gap, event("b")), (Duration::ZERO, DONE.to_owned())];
+        serving.output.set_fault(Fault::generation().script(pieces));
+        join_all(requests().map(async |(path, body)| {
+            let response = serving.smg.post(path, &streamed(body)).await;
+            assert_eq!(response.headers().get("content-length"), None);
+            let kind = response.headers()["content-type"].to_str().unwrap();
+            assert!(kind.starts_with("text/event-stream"), "{kind}");
+            let mut stream = response.bytes_stream();
+            assert_eq!(stream.next().await.unwrap().unwrap(), first, "{dispatch:?} {path}");
+            let seen = Instant::now();
+            stream.next().await.unwrap().unwrap();
+            assert!(seen.elapsed() > gap / 2, "{dispatch:?} {path}: the first event was held back");
+        }))
+        .await;
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn nothing_is_tried_again_once_output_has_been_sent() {
+    let prefill = sglang(Role::Prefill).await;
+    prefill.set_fault(instant_prefill());
+    let decodes = [sglang(Role::Decode).await, sglang(Role::Decode).await];
+    let smg = Smg::launch(&["--retry-max-retries", "3", "--retry-initial-backoff-ms", "1"]).await;
+    smg.register(&spec(&prefill, "prefill")).await;
+    for decode in &decodes {
+        let pieces = [(Duration::ZERO, event("once")), (Duration::from_millis(50), ": last\n\n".to_owned())];
+        decode.set_fault(Fault::generation().script(pieces).close_after_events(2));
+        smg.register(&spec(decode, "decode")).await;
+    }
+    let (stream, broken) = read(smg.post("/v1/chat/completions", &chat_stream()).await).await;
+    assert_eq!(stream.matches("once").count(), 1, "{stream}");
+    assert!(broken || has_error(&stream), "{stream}");
+    assert_eq!(decodes[0].generation_count() + decodes[1].generation_count(), 1);
+    assert_eq!(prefill.generation_count(), 1);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_stops_the_engine_and_costs_no_memory() {
+    const PIECE: usize = 16 * 1024;
+    const PIECES: usize = 64 * 1024 * 1024 / PIECE;
+    let serving = Serving::scripted(Dispatch::Parallel, &[]).await;
+    // Each piece differs from all others: sixteen events of its number.
+    let piece = |number: usize| Bytes::from(format!("data: {number:01016}\n\n").repeat(PIECE / 1024));
+    serving.output.set_fault(Fault::generation().script(at_once([&*event("warm"), DONE])).times(1));
+    serving.smg.post("/v1/chat/completions", &chat_stream()).await.bytes().await.unwrap();
+    serving.output.set_fault(Fault::generation().script((0..PIECES).map(|number| (Duration::ZERO, piece(number)))));
+    let before = serving.smg.resident_bytes();
+
+    let response = serving.smg.post("/v1/chat/completions", &chat_stream()).await;
+    let mut stream = response.bytes_stream();
+    let mut pending = stream.next().await.unwrap().unwrap().to_vec();
+    let (mut sent, mut unchanged) = (0, 0);
+    eventually("the engine stands still", || {
+        let now = serving.output.generations()[1].bytes_sent;
+        unchanged = if now == sent { unchanged + 1 } else { 0 };
+        sent = now;
+        let still = (unchanged == 50).then_some(());
+        async move { still }
+    })
+    .await;
+    assert!(sent < (PIECES * PIECE / 2) as u64, "the engine was let run on: {sent} bytes");
+    let grown = serving.smg.resident_bytes().saturating_sub(before);
+    assert!(grown < 8 * 1024 * 1024, "the gateway stored {grown} bytes");
+
+    let mut number = 0;
+    loop {
+        let size = piece(number).len();
+        while pending.len() >= size {
+            assert!(pending[..size] == piece(number)[..], "piece {number} is damaged or out of order");
+            pending.drain(..size);
+            number += 1;
+        }
+        match stream.next().await {
+            Some(chunk) => pending.extend_from_slice(&chunk.unwrap()),
+            None => break,
+        }
+    }
+    assert_eq!((number, pending.len()), (PIECES, 0));
+    let grown = serving.smg.resident_bytes().saturating_sub(before);
+    assert!(grown < 8 * 1024 * 1024, "the gateway stored {grown} bytes");
+}

@@ -1,0 +1,358 @@
+//! A client that leaves, whenever that is, ends its legs and leaves nothing behind: no load, no request, no socket, no charge.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use futures::future::join_all;
+use serde_json::{Value, json};
+use support::*;
+use tokio::task::JoinHandle;
+
+/// Longer than any test.
+const FOREVER: Duration = Duration::from_secs(600);
+const EVENT: &str = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}]}\n\n";
+
+/// Where a request stands when its client leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// No engine has answered.
+    BeforeHeads,
+    /// The prefill has answered (over: in sequential dispatch), the other leg has not.
+    PrefillHead,
+    /// The decode has answered, the prefill has not. Only in parallel dispatch.
+    DecodeHead,
+    /// The client has the head and, of a stream, some output; the engine is silent.
+    Midway,
+}
+
+impl Phase {
+    const ALL: [Self; 4] = [Self::BeforeHeads, Self::PrefillHead, Self::DecodeHead, Self::Midway];
+
+    fn exists(self, dispatch: Dispatch) -> bool {
+        match self {
+            Self::BeforeHeads | Self::Midway => true,
+            Self::PrefillHead => dispatch != Dispatch::Regular,
+            Self::DecodeHead => dispatch == Dispatch::Parallel,
+        }
+    }
+}
+
+/// An answer whose head comes at once, and of a stream one event, and whose rest never does.
+fn silent_after_the_head(stream: bool) -> Fault {
+    if stream {
+        Fault::generation().script(at_once([EVENT, EVENT])).stall_after_events(1)
+    } else {
+        Fault::generation().status(200, json!({"late": true}).to_string()).delay_body(FOREVER)
+    }
+}
+
+fn with_faults(serving: &Serving, dispatch: Dispatch, phase: Phase, stream: bool) {
+    serving.engines().for_each(MockEngine::clear_faults);
+    let hang = || Fault::generation().hang();
+    if let Some(prefill) = &serving.prefill {
+        prefill.set_fault(match phase {
+            Phase::BeforeHeads | Phase::DecodeHead => hang(),
+            Phase::PrefillHead if dispatch == Dispatch::Parallel => silent_after_the_head(false),
+            Phase::PrefillHead | Phase::Midway => instant_prefill(),
+        });
+    }
+    serving.output.set_fault(match phase {
+        Phase::BeforeHeads | Phase::PrefillHead => hang(),
+        Phase::DecodeHead | Phase::Midway => silent_after_the_head(stream),
+    });
+}
+
+/// Sends a request and takes what comes, until it is aborted.
+fn client(smg: &Smg, path: &str, body: &Value) -> JoinHandle<()> {
+    let request = smg.client.post(format!("{}{path}", smg.url)).json(body);
+    tokio::spawn(async move {
+        let response = request.send().await.unwrap();
+        let mut stream = response.bytes_stream();
+        while stream.next().await.is_some() {}
+    })
+}
+
+/// Waits until the last request of `engine` meets `condition`.
+async fn until_last(engine: &MockEngine, what: &str, condition: impl Fn(&mock_engine::Recorded) -> bool) {
+    let met = engine.wait_until(PATIENCE, |engine| engine.generations().last().is_some_and(&condition)).await;
+    assert!(met.is_ok(), "{what}: {:?}", engine.generations().last());
+}
+
+async fn assert_nothing_is_left(serving: &Serving) {
+    serving.smg.until_idle().await;
+    serving.smg.until_disconnected(serving.engines()).await;
+    for engine in serving.engines() {
+        assert_eq!(engine.active(), 0);
+        assert_eq!(serving.failures(engine).await, 0.0, "a client that leaves is nobody's failure");
+    }
+    let workers = serving.smg.get_json("/workers").await;
+    for worker in workers["workers"].as_array().unwrap() {
+        assert_eq!(worker["load"], 0, "{worker}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_closes_its_legs_in_every_phase() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::start(dispatch, &["--upstream-pool-idle-timeout-secs", "1"]).await;
+        for phase in Phase::ALL.into_iter().filter(|phase| phase.exists(dispatch)) {
+            for stream in [true, false] {
+                with_faults(&serving, dispatch, phase, stream);
+                for (path, body) in requests() {
+                    let case = format!("{dispatch:?} {phase:?} {path}, streamed: {stream}");
+                    let counts: Vec<u64> = serving.engines().map(MockEngine::generation_count).collect();
+                    let client = client(&serving.smg, path, &if stream { streamed(body) } else { body });
+                    // Every leg of this phase is under way.
+                    let waits_for_prefill = dispatch == Dispatch::Sequential && phase == Phase::BeforeHeads;
+                    for (engine, count) in serving.engines().zip(counts) {
+                        let is_output = std::ptr::eq(engine, &serving.output);
+                        if is_output && waits_for_prefill {
+                            continue;
+                        }
+                        engine.wait_for_generations(count + 1, PATIENCE).await.expect(&case);
+                        let answered = match phase {
+                            Phase::BeforeHeads => false,
+                            Phase::PrefillHead => !is_output,
+                            Phase::DecodeHead => is_output,
+                            Phase::Midway => true,
+                        };
+                        if answered {
+                            until_last(engine, &case, |request| request.status.is_some()).await;
+                        }
+                    }
+                    client.abort();
+                    for engine in serving.engines() {
+                        let is_output = std::ptr::eq(engine, &serving.output);
+                        if is_output && waits_for_prefill {
+                            continue;
+                        }
+                        // A prefill that has answered completely has nothing left to close.
+                        let complete = !is_output
+                            && (phase == Phase::Midway
+                                || (phase == Phase::PrefillHead && dispatch == Dispatch::Sequential));
+                        if !complete {
+                            until_last(engine, &case, |request| request.peer_closed_at.is_some()).await;
+                        }
+                    }
+                    serving.smg.until_idle().await;
+                }
+            }
+        }
+        assert_nothing_is_left(&serving).await;
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn a_prefill_is_read_to_its_end_though_the_client_has_left_the_stream() {
+    let serving = Serving::start(Dispatch::Parallel, &["--upstream-pool-idle-timeout-secs", "1"]).await;
+    let prefill = serving.prefill.as_ref().unwrap();
+    prefill.set_fault(Fault::generation().status(200, "{}").delay_body(Duration::from_millis(1500)));
+    serving.output.set_fault(silent_after_the_head(true));
+    let response = serving.smg.post("/v1/chat/completions", &chat_stream()).await;
+    let mut stream = response.bytes_stream();
+    assert_eq!(stream.next().await.unwrap().unwrap(), EVENT);
+    drop(stream);
+    until_last(&serving.output, "decode is closed", |request| request.peer_closed_at.is_some()).await;
+    let left = Instant::now();
+    assert_eq!(prefill.active(), 1);
+    let load = serving.smg.metric("smg_worker_requests_active", &[("worker", &prefill.url())]).await;
+    assert_eq!(load, 1.0, "the drain still counts as load");
+    until_last(prefill, "prefill ends", |request| request.finished_at.is_some()).await;
+    let request = prefill.generations().remove(0);
+    assert_eq!(request.peer_closed_at, None, "the transfer was cut short");
+    assert!(request.finished_at.unwrap() > left);
+    assert_nothing_is_left(&serving).await;
+    let outcome = [("worker", &*prefill.url()), ("outcome", "success")];
+    assert_eq!(serving.smg.metric("smg_worker_cb_outcomes_total", &outcome).await, 1.0);
+}
+
+#[tokio::test]
+async fn an_engine_stops_writing_soon_after_the_client_has_left_the_stream() {
+    join_all(DISPATCHES.map(|dispatch| async move {
+        let serving = Serving::scripted(dispatch, &["--upstream-pool-idle-timeout-secs", "1"]).await;
+        let pieces = (0..600).map(|_| (Duration::from_millis(100), EVENT));
+        serving.output.set_fault(Fault::generation().script(pieces));
+        let response = serving.smg.post("/v1/chat/completions", &chat_stream()).await;
+        let mut stream = response.bytes_stream();
+        for _ in 0..5 {
+            assert_eq!(stream.next().await.unwrap().unwrap(), EVENT);
+        }
+        drop(stream);
+        let left = Instant::now();
+        until_last(&serving.output, "the engine sees the close", |request| request.peer_closed_at.is_some()).await;
+        let request = serving.output.generations().remove(0);
+        let noticed = request.peer_closed_at.unwrap().saturating_duration_since(left);
+        assert!(noticed < Duration::from_secs(1), "{dispatch:?}: after {noticed:?}");
+        let events = request.bytes_sent as usize / EVENT.len();
+        assert!(events <= 20, "{dispatch:?}: {events} events were written");
+        assert_nothing_is_left(&serving).await;
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn a_handoff_that_no_decode_took_is_counted_and_named() {
+    let (smg, prefill, decode) = nixl_pair(&[]).await;
+    // The decode's port takes connections and reads nothing: a request larger than the buffers between is never sent.
+    let port = decode.port();
+    decode.stop().await;
+    let _listener = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let mut body = completion();
+    body["prompt"] = json!("w".repeat(8 * 1024 * 1024));
+    let client = {
+        let request = smg.client.post(format!("{}/v1/completions", smg.url)).json(&body);
+        tokio::spawn(async move {
+            let _ = request.send().await;
+        })
+    };
+    let answered = |engine: &MockEngine| engine.generations().first().is_some_and(|first| first.finished_at.is_some());
+    prefill.wait_until(PATIENCE, answered).await.unwrap();
+    eventually("decode is dispatched", || async { (smg.sockets_to(port) > 0).then_some(()) }).await;
+    assert_eq!(smg.metric("smg_pd_orphaned_handoffs_total", &[]).await, 0.0);
+    client.abort();
+    smg.until_idle().await;
+    assert_eq!(smg.metric("smg_pd_orphaned_handoffs_total", &[]).await, 1.0);
+    assert!(smg.log().lines().any(|line| line.contains("handoff") && line.contains("remote_request_id")));
+}
+
+#[tokio::test]
+async fn clients_that_leave_around_the_end_of_prefill_leave_nothing_behind() {
+    let serving = Serving::start(Dispatch::Sequential, &["--upstream-pool-idle-timeout-secs", "1"]).await;
+    let prefill = serving.prefill.as_ref().unwrap();
+    prefill.set_fault(Fault::generation().delay_head(Duration::from_millis(60)));
+    for milliseconds in (40..100).step_by(2) {
+        let url = format!("{}/v1/chat/completions", serving.smg.url);
+        let request = serving.smg.client.post(url).json(&chat()).timeout(Duration::from_millis(milliseconds));
+        let _ = request.send().await;
+    }
+    assert_nothing_is_left(&serving).await;
+    assert!(serving.output.generation_count() < prefill.generation_count());
+}
+
+struct TwoPairs {
+    smg: Smg,
+    prefills: [MockEngine; 2],
+    decodes: [MockEngine; 2],
+}
+
+impl TwoPairs {
+    async fn start(flags: &[&str]) -> Self {
+        let prefills = [sglang(Role::Prefill).await, sglang(Role::Prefill).await];
+        let decodes = [sglang(Role::Decode).await, sglang(Role::Decode).await];
+        let smg = Smg::launch(flags).await;
+        join_all([0, 1].map(|index| smg.register_pair(&prefills[index], &decodes[index]))).await;
+        Self { smg, prefills, decodes }
+    }
+
+    fn engines(&self) -> impl Iterator<Item = &MockEngine> {
+        self.prefills.iter().chain(&self.decodes)
+    }
+
+    fn faults(&self, prefill: &Fault, decode: &Fault) {
+        self.engines().for_each(MockEngine::clear_faults);
+        self.prefills.iter().for_each(|engine| engine.set_fault(prefill.clone()));
+        self.decodes.iter().for_each(|engine| engine.set_fault(decode.clone()));
+    }
+
+    fn generations(engines: &[MockEngine; 2]) -> u64 {
+        engines.iter().map(MockEngine::generation_count).sum()
+    }
+
+    async fn assert_no_load(&self) {
+        self.smg.until_idle().await;
+        let workers = self.smg.get_json("/workers").await;
+        for worker in workers["workers"].as_array().unwrap() {
+            assert_eq!(worker["load"], 0, "{worker}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn loads_are_true_after_hundreds_of_clients_have_left() {
+    const WAVE: usize = 100;
+    let flags = ["--policy", "power_of_two", "--disable-circuit-breaker", "--retry-initial-backoff-ms", "30000"];
+    let fleet = TwoPairs::start(&flags).await;
+    let wave = || (0..WAVE).map(|_| client(&fleet.smg, "/v1/chat/completions", &chat_stream())).collect::<Vec<_>>();
+
+    // Held before the head.
+    let hang = Fault::generation().hang();
+    fleet.faults(&hang, &hang);
+    let clients = wave();
+    eventually("all requests are held", || async {
+        (TwoPairs::generations(&fleet.decodes) == WAVE as u64).then_some(())
+    })
+    .await;
+    clients.iter().for_each(JoinHandle::abort);
+    fleet.assert_no_load().await;
+
+    // In the middle of the stream.
+    fleet.faults(&instant_prefill(), &silent_after_the_head(true));
+    let clients = wave();
+    eventually("all requests stream", || async {
+        let active = fleet.decodes.iter().map(MockEngine::active).sum::<usize>();
+        let prefilling = fleet.prefills.iter().map(MockEngine::active).sum::<usize>();
+        (active == WAVE && prefilling == 0 && TwoPairs::generations(&fleet.prefills) == 2 * WAVE as u64).then_some(())
+    })
+    .await;
+    clients.iter().for_each(JoinHandle::abort);
+    fleet.assert_no_load().await;
+
+    // Between two attempts.
+    let busy = Fault::generation().status(503, r#"{"error":"busy"}"#);
+    fleet.faults(&busy, &hang);
+    let clients = wave();
+    eventually("all requests wait for their second attempt", || async {
+        (fleet.smg.metric("smg_worker_retries_total", &[]).await == WAVE as f64).then_some(())
+    })
+    .await;
+    clients.iter().for_each(JoinHandle::abort);
+    fleet.assert_no_load().await;
+
+    // Nothing that was counted tilts the choice. Equal loads are chosen among at random: the bound is four deviations wide.
+    let ok = Fault::generation().status(200, "{}");
+    fleet.faults(&ok, &ok);
+    let before: Vec<u64> = fleet.engines().map(MockEngine::generation_count).collect();
+    for _ in 0..400 {
+        assert_eq!(fleet.smg.post("/v1/chat/completions", &chat()).await.status(), 200);
+    }
+    for (engine, before) in fleet.engines().zip(before) {
+        let served = engine.generation_count() - before;
+        assert!((160..=240).contains(&served), "{served} of 400");
+    }
+}
+
+#[tokio::test]
+async fn health_checks_leave_loads_as_they_are() {
+    let prefill = sglang(Role::Prefill).await;
+    prefill.set_fault(instant_prefill());
+    let [first, second] = [sglang(Role::Decode).await, sglang(Role::Decode).await];
+    for decode in [&first, &second] {
+        decode.set_fault(silent_after_the_head(true));
+    }
+    let smg = Smg::launch(&["--policy", "power_of_two", "--health-check-interval-secs", "1"]).await;
+    smg.register_pair(&prefill, &first).await;
+    let ten = || (0..10).map(|_| client(&smg, "/v1/chat/completions", &chat_stream())).collect::<Vec<_>>();
+    let mut clients = ten();
+    first.wait_for_generations(10, PATIENCE).await.unwrap();
+    smg.register(&spec(&second, "decode")).await;
+
+    let probes = |engine: &MockEngine| engine.requests().iter().filter(|request| request.path == "/health").count();
+    let before = probes(&first);
+    eventually("four rounds of health checks", || async {
+        let loads = [&first, &second].map(|engine| engine.url());
+        let loads = [&loads[0], &loads[1]].map(|url| [("worker", url.as_str())]);
+        assert_eq!(smg.metric("smg_worker_requests_active", &loads[0]).await, 10.0);
+        assert_eq!(smg.metric("smg_worker_requests_active", &loads[1]).await, 0.0);
+        (probes(&first) >= before + 4).then_some(())
+    })
+    .await;
+    clients.extend(ten());
+    second.wait_for_generations(10, PATIENCE).await.unwrap();
+    assert_eq!(first.generation_count(), 10);
+    clients.iter().for_each(JoinHandle::abort);
+    smg.until_idle().await;
+}

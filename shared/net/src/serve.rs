@@ -158,23 +158,43 @@ impl Server {
         S: HttpService<B>,
         B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
     {
-        let (notice, cut) = (self.shutdown.notice.clone(), self.cut.clone());
+        let (shutdown, cut) = (self.shutdown.clone(), self.cut.clone());
         let options = self.options.clone();
         self.connections.spawn(async move {
             let _open = options.observer.as_ref().map(Open::new);
             let mut builder = auto::Builder::new(TokioExecutor::new());
-            builder.http1().timer(TokioTimer::new()).header_read_timeout(options.header_read_timeout);
+            builder
+                .http1()
+                .timer(TokioTimer::new())
+                .header_read_timeout(options.header_read_timeout)
+                .keep_alive(!shutdown.notice.is_cancelled());
             builder
                 .http2()
                 .timer(TokioTimer::new())
                 .keep_alive_interval(Duration::from_secs(20))
                 .keep_alive_timeout(Duration::from_secs(20));
-            let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service));
+            let begun = CancellationToken::new();
+            let service = {
+                let (begun, service) = (begun.clone(), TowerToHyperService::new(service));
+                hyper::service::service_fn(move |request| {
+                    begun.cancel();
+                    hyper::service::Service::call(&service, request)
+                })
+            };
+            let connection = builder.serve_connection(TokioIo::new(stream), service);
             tokio::pin!(connection);
+            // Whoever connected and has not asked yet gets an answer too: closing before would be a refusal without words.
+            let leave = async {
+                shutdown.notice.cancelled().await;
+                tokio::select! {
+                    () = begun.cancelled() => {}
+                    () = shutdown.closing.cancelled() => {}
+                }
+            };
             let ended = tokio::select! {
                 ended = connection.as_mut() => ended,
                 () = cut.cancelled() => return,
-                () = notice.cancelled() => {
+                () = leave => {
                     connection.as_mut().graceful_shutdown();
                     tokio::select! {
                         ended = connection.as_mut() => ended,

@@ -3,15 +3,18 @@
 //! Names, types and labels of `smg_http_*`, `smg_router_*`, `smg_pd_*` and `smg_worker_*` are those of the documented system (SMG metrics
 //! reference). Label values never come from clients unchecked: models are labels only once a worker serves them.
 
+use std::collections::{BTreeSet, HashMap};
+
+use prometheus::core::{Collector, MetricVec, MetricVecBuilder};
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     TextEncoder,
 };
 
 /// Buckets of durations, in seconds, unless the process is told others.
-pub const DURATION_BUCKETS: [f64; 28] = [
+pub const DURATION_BUCKETS: [f64; 29] = [
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0,
-    240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0,
+    240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0, 7200.0,
 ];
 const BACKOFF_BUCKETS: [f64; 12] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
 
@@ -97,6 +100,7 @@ metrics! {
     worker_cb_consecutive_successes: IntGaugeVec("smg_worker_cb_consecutive_successes", "Successes in a row.", ["worker"]);
     worker_cb_transitions: IntCounterVec("smg_worker_cb_transitions_total", "Circuit breaker transitions.", ["worker", "from", "to"]);
     worker_cb_outcomes: IntCounterVec("smg_worker_cb_outcomes_total", "Outcomes seen by circuit breakers.", ["worker", "outcome"]);
+    worker_cb_health_readmissions: IntCounterVec("smg_worker_cb_health_readmissions_total", "Open circuits that were half-opened because the worker's health returned.", ["worker"]);
     worker_retries: IntCounterVec("smg_worker_retries_total", "Further attempts.", ["worker_type", "endpoint"]);
     worker_retries_exhausted: IntCounterVec("smg_worker_retries_exhausted_total", "Requests that failed on their last attempt.", ["worker_type", "endpoint"]);
     worker_retry_backoff: HistogramVec("smg_worker_retry_backoff_seconds", "Delays before further attempts.", ["attempt"], buckets = backoffs);
@@ -123,6 +127,36 @@ impl Metrics {
         let mut text = Vec::with_capacity(16 * 1024);
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         Ok(text)
+    }
+
+    /// Removes the series of workers that left the fleet, by URL: what comes and goes must not add up for ever.
+    pub fn forget_workers(&self, urls: &BTreeSet<&str>) {
+        if urls.is_empty() {
+            return;
+        }
+        forget(&self.worker_requests_active, urls);
+        forget(&self.worker_requests, urls);
+        forget(&self.worker_cb_state, urls);
+        forget(&self.worker_cb_consecutive_failures, urls);
+        forget(&self.worker_cb_consecutive_successes, urls);
+        forget(&self.worker_cb_transitions, urls);
+        forget(&self.worker_cb_outcomes, urls);
+        forget(&self.worker_cb_health_readmissions, urls);
+        forget(&self.worker_stalled, urls);
+        forget(&self.worker_stall_transitions, urls);
+    }
+}
+
+/// Removes the series whose label `worker` is one of `urls`.
+fn forget<B: MetricVecBuilder>(vec: &MetricVec<B>, urls: &BTreeSet<&str>) {
+    for family in vec.collect() {
+        for metric in family.get_metric() {
+            let labels: HashMap<&str, &str> =
+                metric.get_label().iter().map(|label| (label.name(), label.value())).collect();
+            if labels.get("worker").is_some_and(|worker| urls.contains(worker)) {
+                let _ = vec.remove(&labels);
+            }
+        }
     }
 }
 
@@ -162,6 +196,21 @@ mod tests {
             std::fs::write(path, &page).unwrap();
         }
         assert_eq!(std::fs::read_to_string(path).unwrap(), page, "run the tests once with UPDATE_DOCS=1");
+    }
+
+    #[test]
+    fn the_series_of_a_worker_that_left_are_removed_and_no_others() {
+        let metrics = Metrics::default();
+        for url in ["http://a:1", "http://b:1"] {
+            metrics.worker_requests_active.with_label_values(&[url]).inc();
+            metrics.worker_requests.with_label_values(&[url, "m"]).inc();
+            metrics.worker_cb_transitions.with_label_values(&[url, "closed", "open"]).inc();
+            metrics.worker_cb_outcomes.with_label_values(&[url, "failure"]).inc();
+        }
+        metrics.forget_workers(&["http://a:1"].into());
+        let text = String::from_utf8(metrics.render().unwrap()).unwrap();
+        assert!(!text.contains("http://a:1"), "{text}");
+        assert_eq!(text.matches("http://b:1").count(), 4, "{text}");
     }
 
     #[test]

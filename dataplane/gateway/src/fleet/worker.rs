@@ -31,6 +31,8 @@ pub struct WorkerRuntime {
     load: AtomicU64,
     breaker: Mutex<Breaker>,
     unreachable: AtomicBool,
+    /// Its series are removed and must not come back.
+    gone: AtomicBool,
     active: IntGauge,
     breaker_state: IntGauge,
     breaker_failures: IntGauge,
@@ -48,6 +50,7 @@ impl WorkerRuntime {
             load: AtomicU64::new(0),
             breaker: Mutex::default(),
             unreachable: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
             active: metrics.worker_requests_active.with_label_values(&[url]),
             breaker_state: metrics.worker_cb_state.with_label_values(&[url]),
             breaker_failures: metrics.worker_cb_consecutive_failures.with_label_values(&[url]),
@@ -76,7 +79,7 @@ impl WorkerRuntime {
     /// Ejects the worker; true for the caller that did.
     pub fn eject(&self) -> bool {
         let first = !self.unreachable.swap(true, Ordering::AcqRel);
-        if first {
+        if first && !self.is_gone() {
             self.stalled.set(1);
             self.metrics.worker_health.with_label_values(&[self.url.as_str()]).set(0);
             self.metrics.worker_stall_transitions.with_label_values(&[self.url.as_str(), "unreachable"]).inc();
@@ -88,18 +91,23 @@ impl WorkerRuntime {
     pub fn readmit(&self) {
         self.unreachable.store(false, Ordering::Release);
         self.stalled.set(0);
-        self.metrics.worker_health.with_label_values(&[self.url.as_str()]).set(1);
+        if !self.is_gone() {
+            self.metrics.worker_health.with_label_values(&[self.url.as_str()]).set(1);
+        }
         self.health_returned();
     }
 
     /// Active probes succeed again.
     pub fn health_returned(&self) {
         let transition = self.breaker.lock().health_returned();
+        if transition.is_some() && !self.is_gone() {
+            self.metrics.worker_cb_health_readmissions.with_label_values(&[self.url.as_str()]).inc();
+        }
         self.note_transition(transition);
     }
 
     fn note_transition(&self, transition: Option<(Phase, Phase)>) {
-        if let Some((from, to)) = transition {
+        if let Some((from, to)) = transition.filter(|_| !self.is_gone()) {
             self.metrics
                 .worker_cb_transitions
                 .with_label_values(&[self.url.as_str(), from.as_str(), to.as_str()])
@@ -109,14 +117,18 @@ impl WorkerRuntime {
         }
     }
 
-    /// Removes the series of a worker that left the fleet.
+    /// The worker left the fleet: what still runs on it counts for nothing any more.
     pub fn forget(&self) {
-        let url = [self.url.as_str()];
-        let _ = self.metrics.worker_requests_active.remove_label_values(&url);
-        let _ = self.metrics.worker_cb_state.remove_label_values(&url);
-        let _ = self.metrics.worker_cb_consecutive_failures.remove_label_values(&url);
-        let _ = self.metrics.worker_cb_consecutive_successes.remove_label_values(&url);
-        let _ = self.metrics.worker_stalled.remove_label_values(&[self.url.as_str(), "unreachable"]);
+        self.gone.store(true, Ordering::Release);
+    }
+
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// The address, the `worker` label of its series.
+    pub fn url(&self) -> &str {
+        &self.url
     }
 }
 
@@ -289,6 +301,9 @@ impl Drop for InFlight {
         };
         runtime.breaker_failures.set(i64::from(failures));
         runtime.breaker_successes.set(i64::from(successes));
+        if runtime.is_gone() {
+            return;
+        }
         let outcome = match self.verdict {
             Verdict::Success => "success",
             Verdict::Failure => "failure",

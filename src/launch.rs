@@ -19,6 +19,9 @@ use crate::controlplane::STATE_DIRECTORY;
 use crate::process::{self, RunError, Signals};
 use crate::{gateway, process::metrics};
 
+/// How long clients wait outside for the first snapshot: the control plane is in this process, so it comes at once.
+const FIRST_SNAPSHOT: Duration = Duration::from_secs(5);
+
 /// Runs both planes until the process is told to stop.
 pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
     let mut signals = Signals::install()?;
@@ -63,6 +66,8 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
     let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Memory(connector));
     smg_net::spawn("store-failure", report_store_failure(Arc::clone(&store), Arc::clone(gateway.link())));
 
+    // Whoever connects first finds the fleet as it was left, not an empty one.
+    gateway.synced(FIRST_SNAPSHOT).await;
     let grace = Duration::from_secs(args.process.shutdown_grace_period_secs);
     let served = gateway::serve(&gateway, &args.edge, &metrics, grace, &mut signals).await;
     control_plane.stop().await;

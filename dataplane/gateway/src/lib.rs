@@ -60,6 +60,12 @@ impl Gateway {
         &self.link
     }
 
+    /// Waits until it routes with a snapshot of the fleet, at most until `limit`.
+    pub async fn synced(&self, limit: std::time::Duration) {
+        let mut revision = self.core.revision.subscribe();
+        let _ = tokio::time::timeout(limit, revision.wait_for(|revision| *revision > 0)).await;
+    }
+
     /// From now on it is not ready; requests are still served.
     pub fn begin_drain(&self) {
         self.core.draining.cancel();

@@ -106,6 +106,10 @@ fn without_control_plane(front: &Front, is_read: bool, path: &str, reason: &str)
 fn from_snapshot(front: &Front, path: &str) -> Option<(StatusCode, Value)> {
     let table = front.core.table.load();
     let snapshot = &table.snapshot;
+    // Without a snapshot nothing is known: an empty list would be a lie.
+    if snapshot.revision == 0 {
+        return None;
+    }
     if path == "/workers" {
         return Some((StatusCode::OK, info::worker_list(snapshot.workers.values().map(AsRef::as_ref))));
     }

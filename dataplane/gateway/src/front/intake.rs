@@ -12,6 +12,9 @@ use crate::relay::describe;
 
 /// Space reserved on the word of a content length alone.
 const MAX_RESERVED: u64 = 1024 * 1024;
+/// How much of a refused upload is still taken, and for how long: a client that is cut while it sends never reads why.
+const LINGER_BYTES: usize = 16 * 1024 * 1024;
+const LINGER: Duration = Duration::from_secs(2);
 
 /// Reads a whole body of at most `limit` bytes. A body that comes in one piece is not copied.
 ///
@@ -20,6 +23,7 @@ const MAX_RESERVED: u64 = 1024 * 1024;
 pub async fn read(headers: &HeaderMap, mut body: Body, limit: usize, stall: Duration) -> Result<Bytes, GatewayError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|length| length > limit as u64) {
+        linger(body);
         return Err(GatewayError::BodyTooLarge(limit));
     }
     let mut first: Option<Bytes> = None;
@@ -31,6 +35,7 @@ pub async fn read(headers: &HeaderMap, mut body: Body, limit: usize, stall: Dura
         let Ok(data) = frame.into_data() else { continue };
         let have = first.as_ref().map_or(0, Bytes::len) + whole.len();
         if have + data.len() > limit {
+            linger(body);
             return Err(GatewayError::BodyTooLarge(limit));
         }
         if have == 0 {
@@ -44,6 +49,19 @@ pub async fn read(headers: &HeaderMap, mut body: Body, limit: usize, stall: Dura
         whole.extend_from_slice(&data);
     }
     Ok(first.unwrap_or_else(|| whole.freeze()))
+}
+
+/// Takes and drops the rest of a refused upload while its answer is on the way, within bounds.
+fn linger(mut body: Body) {
+    let rest = async move {
+        let mut taken = 0;
+        while taken < LINGER_BYTES
+            && let Some(Ok(frame)) = body.frame().await
+        {
+            taken += frame.data_ref().map_or(0, Bytes::len);
+        }
+    };
+    smg_net::spawn("linger", async move { tokio::time::timeout(LINGER, rest).await });
 }
 
 #[cfg(test)]

@@ -43,6 +43,16 @@ fields! {
     StreamOptions = "stream_options",
     /// Number of samples.
     N = "n",
+    /// Whether the answer goes on behind its end-of-sequence token.
+    IgnoreEos = "ignore_eos",
+    /// Texts that end the answer.
+    Stop = "stop",
+    /// Tokens that end the answer.
+    StopTokenIds = "stop_token_ids",
+    /// vLLM's beam search, which runs several sequences.
+    UseBeamSearch = "use_beam_search",
+    /// The request's id, for engines that got none in a header.
+    RequestId = "request_id",
     /// Lower bound of the output length.
     MinTokens = "min_tokens",
     /// Output cap of completions and older chat requests.
@@ -51,6 +61,8 @@ fields! {
     MaxCompletionTokens = "max_completion_tokens",
     /// Prompt of a completion: text, texts, token ids or lists of token ids.
     Prompt = "prompt",
+    /// Prompts of a completion as embeddings: one, or a list.
+    PromptEmbeds = "prompt_embeds",
     /// Chat messages.
     Messages = "messages",
     /// Prompt of SGLang's `/generate` as token ids.

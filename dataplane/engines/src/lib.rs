@@ -3,13 +3,15 @@
 //! Everything here is a function from bytes to bytes: no sockets, no clock, no randomness, no choice of workers. The
 //! gateway reads a request with [`ClientBody`], asks the adapter of the chosen pair for the bodies of its legs
 //! ([`sglang`]: both at once around a rendezvous; [`vllm`]: prefill, then decode with what prefill handed over;
-//! [`regular`]: one leg), sends them with [`headers::leg_headers`], and names failures with [`errors`].
+//! [`moriio`]: one or the other, with every handoff checked; [`regular`]: one leg), sends them with
+//! [`headers::leg_headers`], and names failures with [`errors`].
 
 pub mod body;
 pub mod errors;
 pub mod field;
 pub mod headers;
 mod json;
+pub mod moriio;
 pub mod regular;
 pub mod sglang;
 pub mod splice;

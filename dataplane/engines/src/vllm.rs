@@ -31,7 +31,7 @@ pub enum Connector {
     Nixl,
     /// Prefill pushes; the gateway names the place.
     Mooncake,
-    /// RDMA with MoRI-IO; such a decode engine never recomputes, so it must not run on the rules of the others.
+    /// RDMA with MoRI-IO; such a decode engine never recomputes, so it has rules of its own ([`crate::moriio`]).
     Moriio,
     /// A shared store that the engines find without the gateway.
     Store,
@@ -149,29 +149,11 @@ pub enum HandoffSource {
     None,
 }
 
-/// MoRI-IO pairs need a protocol of their own. Running them on another one would answer with text over KV that never
-/// arrived, so they are refused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("MoRIIOConnector pairs are not supported by this version")]
-pub struct MoriioUnavailable;
-
 /// Plans one attempt. `mooncake` is the prefill worker's peer if it has one; `transfer` must be a new version 7 UUID for
-/// every attempt.
-///
-/// # Errors
-/// Either worker runs MoRI-IO.
-pub fn plan(
-    body: &ClientBody,
-    prefill: Connector,
-    decode: Connector,
-    mooncake: Option<&MooncakePeer>,
-    transfer: Uuid,
-) -> Result<Plan, MoriioUnavailable> {
-    if prefill == Connector::Moriio || decode == Connector::Moriio {
-        return Err(MoriioUnavailable);
-    }
+/// every attempt. Pairs of which either worker runs MoRI-IO are not planned here but in [`crate::moriio`].
+pub fn plan(body: &ClientBody, prefill: Connector, mooncake: Option<&MooncakePeer>, transfer: Uuid) -> Plan {
     if body.samples() > 1 {
-        return Ok(Plan::DecodeOnly);
+        return Plan::DecodeOnly;
     }
     let (tag, source, transfer_id) = match (prefill, mooncake) {
         (Connector::Nixl, _) => (Some(Bytes::from_static(PREFILL_TAG)), HandoffSource::Expected, None),
@@ -183,11 +165,20 @@ pub fn plan(
         (Connector::Mooncake, None) => (None, HandoffSource::None, None),
         _ => (None, HandoffSource::Optional, None),
     };
-    Ok(Plan::PrefillThenDecode { tag, source, transfer_id })
+    Plan::PrefillThenDecode { tag, source, transfer_id }
 }
 
 /// The prefill leg's body: the prompt, one token, no stream; `tag` from the [`Plan`].
 pub fn prefill_leg(body: &ClientBody, client_fields: ClientHandoffFields, tag: Option<&Bytes>) -> SplicedBody {
+    let mut edits = prefill_edits(body, client_fields);
+    if let Some(tag) = tag {
+        edits.set(Field::KvTransferParams, tag.clone());
+    }
+    body.splice(&edits)
+}
+
+/// The edits that every vLLM prefill leg has, whatever its connector.
+pub(crate) fn prefill_edits(body: &ClientBody, client_fields: ClientHandoffFields) -> Edits {
     let mut edits = Edits::for_leg(client_fields);
     edits.set(Field::Stream, Bytes::from_static(b"false"));
     edits.remove(Field::StreamOptions);
@@ -203,10 +194,7 @@ pub fn prefill_leg(body: &ClientBody, client_fields: ClientHandoffFields, tag: O
     } else {
         edits.set(Field::MaxTokens, Bytes::from_static(b"1"));
     }
-    if let Some(tag) = tag {
-        edits.set(Field::KvTransferParams, tag.clone());
-    }
-    body.splice(&edits)
+    edits
 }
 
 /// The decode leg's body: the client's, plus the handoff if there is one.

@@ -4,8 +4,7 @@
 use bytes::Bytes;
 use serde_json::Value;
 use smg_engines::vllm::{
-    Connector, Handoff, HandoffSource, MooncakePeer, MoriioUnavailable, Plan, decode_leg, extract_kv_transfer_params,
-    plan, prefill_leg,
+    Connector, Handoff, HandoffSource, MooncakePeer, Plan, decode_leg, extract_kv_transfer_params, plan, prefill_leg,
 };
 use smg_engines::{ClientBody, ClientHandoffFields, Route};
 use uuid::Uuid;
@@ -26,7 +25,7 @@ fn prefill_text(text: &str, route: Route, tag: Option<&str>) -> String {
 }
 
 fn planned(text: &str, connector: Connector, peer: Option<&MooncakePeer>) -> Plan {
-    plan(&parse(text, Completions), connector, connector, peer, TRANSFER).unwrap()
+    plan(&parse(text, Completions), connector, peer, TRANSFER)
 }
 
 #[test]
@@ -196,18 +195,6 @@ fn several_samples_skip_the_prefill_leg() {
 }
 
 #[test]
-fn moriio_is_refused_on_either_leg() {
-    let body = parse(r#"{"n":2}"#, Completions);
-    for (prefill, decode) in [
-        (Connector::Moriio, Connector::Nixl),
-        (Connector::Nixl, Connector::Moriio),
-        (Connector::Moriio, Connector::Moriio),
-    ] {
-        assert_eq!(plan(&body, prefill, decode, None, TRANSFER), Err(MoriioUnavailable));
-    }
-}
-
-#[test]
 fn a_handoff_is_taken_byte_for_byte_and_only_when_it_is_an_object() {
     for (response, expected) in [
         (r#"{"id":"x","kv_transfer_params": {"b":1.0, "a":[ 1 ]} ,"z":1}"#, Some(r#"{"b":1.0, "a":[ 1 ]}"#)),
@@ -285,7 +272,7 @@ mod recorded {
         for stream in [false, true] {
             let body = parse(&client(stream), ChatCompletions);
             let Plan::PrefillThenDecode { tag, source: HandoffSource::Expected, .. } =
-                plan(&body, Connector::Nixl, Connector::Nixl, None, TRANSFER).unwrap()
+                plan(&body, Connector::Nixl, None, TRANSFER)
             else {
                 panic!("NIXL runs both legs and expects a handoff");
             };

@@ -38,7 +38,7 @@ pub struct Attempt {
     pub prefill_policy: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decode_policy: Option<&'static str>,
-    /// `parallel`, `sequential` or `regular`.
+    /// `parallel`, `sequential`, `concurrent` (MoRI-IO WRITE) or `regular`.
     pub dispatch: &'static str,
     /// vLLM connector mode.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -51,6 +51,7 @@ pub enum Selection {
 pub struct Tried {
     failed: SmallVec<[WorkerId; 4]>,
     pairs: SmallVec<[(WorkerId, WorkerId); 4]>,
+    ruled_out: SmallVec<[(WorkerId, WorkerId); 4]>,
 }
 
 impl Tried {
@@ -60,8 +61,13 @@ impl Tried {
         self.failed.extend(failed);
     }
 
+    /// No further attempt may use this pair: it would fail in the same way.
+    pub fn rule_out(&mut self, prefill: WorkerId, decode: WorkerId) {
+        self.ruled_out.push((prefill, decode));
+    }
+
     fn is_empty(&self) -> bool {
-        self.pairs.is_empty()
+        self.pairs.is_empty() && self.ruled_out.is_empty()
     }
 }
 
@@ -75,7 +81,11 @@ enum Avoid {
 
 impl Avoid {
     fn allows(self, tried: &Tried, prefill: &RoutedWorker, decode: &RoutedWorker) -> bool {
-        let pair_is_new = || !tried.pairs.contains(&(prefill.id(), decode.id()));
+        let pair = (prefill.id(), decode.id());
+        if tried.ruled_out.contains(&pair) {
+            return false;
+        }
+        let pair_is_new = || !tried.pairs.contains(&pair);
         match self {
             Avoid::FailedWorkers => {
                 !tried.failed.contains(&prefill.id()) && !tried.failed.contains(&decode.id()) && pair_is_new()

@@ -3,6 +3,7 @@
 //! ```text
 //!  select ──► parallel    both legs at once around a rendezvous           (SGLang and other non-vLLM prefills)
 //!         ──► sequential  prefill, then decode with what it handed over   (vLLM prefills)
+//!         ──► moriio      either, with pair, request and handoff checked  (MoRI-IO on either side)
 //!         ──► regular     one leg
 //! ```
 //!
@@ -12,7 +13,9 @@
 //! * dropping the future (the client left) closes both legs.
 
 pub mod leg;
+mod moriio;
 mod parallel;
+mod race;
 mod regular;
 mod respond;
 pub mod scope;
@@ -23,6 +26,8 @@ use std::sync::Arc;
 use axum::body::Body;
 use http::{HeaderMap, Response, StatusCode};
 use hyper::body::Incoming;
+use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_code};
+use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Route};
 use smg_fleet::policy::ClientHandoffFields;
 use smg_fleet::{Runtime, WorkerId};
@@ -32,10 +37,11 @@ use tokio::time::Instant;
 use crate::core::Core;
 use crate::decision::{Attempt, Decision, Record};
 use crate::fleet::table::{Lookup, ModelPool};
-use crate::fleet::worker::RoutedWorker;
+use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::front::error::GatewayError;
 use crate::resilience::retry;
 use crate::select::{self, SelectError, Selection, Tried};
+use leg::LegBody;
 use scope::{Backend, Scope};
 
 /// A request that has been read.
@@ -75,6 +81,36 @@ impl Job<'_> {
     fn note(&self, change: impl FnOnce(&mut Attempt, u64)) {
         self.decision.attempt(self.attempt, change);
     }
+
+    /// Sends a leg and waits for a 2xx head: an error status fails the attempt as a missing head does.
+    async fn send(&self, claim: &mut InFlight, body: LegBody, codes: LegCodes) -> Result<Response<Incoming>, Failed> {
+        let worker = Arc::clone(claim.worker());
+        let headers = self.headers(&worker);
+        let head = leg::send(self.core, claim, self.request.route, headers, body, self.deadline)
+            .await
+            .map_err(|error| Failed::gateway(GatewayError::Leg { code: codes.transport, error }, Some(worker.id())))?;
+        if !head.status().is_success() {
+            let code = (codes.status)(head.status());
+            return Err(Failed::engine(head, code, worker.id()));
+        }
+        Ok(head)
+    }
+}
+
+/// The codes of a leg's failures.
+#[derive(Clone, Copy)]
+struct LegCodes {
+    /// There is no response head.
+    transport: &'static str,
+    /// The head has this error status.
+    status: fn(StatusCode) -> &'static str,
+}
+
+impl LegCodes {
+    const DECODE: Self = Self { transport: "decode_request_failed", status: decode_code };
+    const PARALLEL_PREFILL: Self = Self { transport: "prefill_request_failed", status: parallel_prefill_code };
+    const SEQUENTIAL_PREFILL: Self = Self { transport: "prefill_request_failed", status: |_| PREFILL_UPSTREAM_ERROR };
+    const REGULAR: Self = Self { transport: "worker_request_failed", status: |_| "worker_upstream_error" };
 }
 
 /// A failed attempt.
@@ -106,6 +142,11 @@ impl Failed {
             Failure::Gateway(error) => error.is_retryable(),
             Failure::Engine { response, .. } => retry::is_retryable(response.status()),
         }
+    }
+
+    /// Whether no further attempt may use the same pair.
+    fn rules_out_the_pair(&self) -> bool {
+        matches!(&self.failure, Failure::Gateway(error) if error.is_of_the_pair())
     }
 
     fn status(&self) -> StatusCode {
@@ -212,6 +253,9 @@ async fn run_attempts(
                 tracing::debug!(target: ROUTERS, request_id = %request.request_id, %status, message, "attempt failed");
                 job.note(|attempt, _| attempt.error = Some(message));
                 tried.note(ids.0, ids.1, failed.blamed);
+                if failed.rules_out_the_pair() {
+                    tried.rule_out(ids.0, ids.1);
+                }
                 let again = failed.is_retryable();
                 last = Some(failed);
                 if !again {
@@ -306,7 +350,11 @@ fn begin<'a>(
             attempt.decode = Some(decode.worker().url.as_str().to_owned());
             attempt.prefill_policy = Some(prefill_policy.as_str());
             attempt.decode_policy = Some(decode_policy.as_str());
-            attempt.dispatch = if is_sequential(prefill.worker()) { "sequential" } else { "parallel" };
+            attempt.dispatch = match Protocol::of(prefill.worker(), decode.worker()) {
+                Protocol::Parallel => "parallel",
+                // A concurrent MoRI-IO pair says so once it has been checked.
+                Protocol::Sequential | Protocol::Moriio => "sequential",
+            };
             tracing::debug!(
                 target: ROUTERS,
                 request_id = %request.request_id,
@@ -328,17 +376,34 @@ fn begin<'a>(
     }
 }
 
-/// vLLM prefills run sequentially; every other engine meets its decode at a rendezvous.
-fn is_sequential(prefill: &RoutedWorker) -> bool {
-    prefill.engine() == Runtime::Vllm
+/// How the legs of a pair meet.
+enum Protocol {
+    Parallel,
+    Sequential,
+    Moriio,
+}
+
+impl Protocol {
+    /// A MoRI-IO worker on either side settles it: its rules refuse what no other protocol could run safely. Otherwise vLLM prefills run
+    /// sequentially, and every other engine meets its decode at a rendezvous.
+    fn of(prefill: &RoutedWorker, decode: &RoutedWorker) -> Self {
+        if prefill.connector == Connector::Moriio || decode.connector == Connector::Moriio {
+            Self::Moriio
+        } else if prefill.engine() == Runtime::Vllm {
+            Self::Sequential
+        } else {
+            Self::Parallel
+        }
+    }
 }
 
 async fn run(job: &Job<'_>, selection: Selection, scope: &mut Option<Scope>) -> Result<Response<Body>, Failed> {
     match selection {
         Selection::Regular(worker) => regular::run(job, worker, scope).await,
-        Selection::Pair { prefill, decode } if is_sequential(prefill.worker()) => {
-            sequential::run(job, prefill, decode, scope).await
-        }
-        Selection::Pair { prefill, decode } => parallel::run(job, prefill, decode, scope).await,
+        Selection::Pair { prefill, decode } => match Protocol::of(prefill.worker(), decode.worker()) {
+            Protocol::Moriio => moriio::run(job, prefill, decode, scope).await,
+            Protocol::Sequential => sequential::run(job, prefill, decode, scope).await,
+            Protocol::Parallel => parallel::run(job, prefill, decode, scope).await,
+        },
     }
 }

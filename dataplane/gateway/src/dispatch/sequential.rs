@@ -13,15 +13,16 @@ use bytes::{Bytes, BytesMut};
 use http::Response;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code};
+use smg_engines::SplicedBody;
 use smg_engines::vllm::{self, Handoff, HandoffSource, Plan};
+use smg_fleet::Runtime;
 use smg_telemetry::{Metrics, SMG};
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::leg::{self, LegBody, LegError};
 use super::scope::Scope;
-use super::{Failed, Job, respond};
+use super::{Failed, Job, LegCodes, respond};
 use crate::fleet::worker::InFlight;
 use crate::front::error::GatewayError;
 use crate::relay::describe;
@@ -32,96 +33,82 @@ const MAX_PREFILL_RESPONSE: usize = 64 * 1024 * 1024;
 
 pub(super) async fn run(
     job: &Job<'_>,
-    prefill: InFlight,
-    mut decode: InFlight,
+    mut prefill: InFlight,
+    decode: InFlight,
     scope: &mut Option<Scope>,
 ) -> Result<Response<Body>, Failed> {
-    let request = job.request;
+    let body = &job.request.body;
     let metrics = &job.core.metrics;
-    let (prefill_worker, decode_worker) = (Arc::clone(prefill.worker()), Arc::clone(decode.worker()));
-    let plan = vllm::plan(
-        &request.body,
-        prefill_worker.connector,
-        decode_worker.connector,
-        prefill_worker.mooncake.as_ref(),
-        Uuid::now_v7(),
-    )
-    .map_err(|_| {
-        metrics.pd_kv_transfer_failures.inc();
-        Failed::gateway(GatewayError::Moriio, None)
-    })?;
-    let mode = prefill_worker.connector.mode_label();
+    let worker = Arc::clone(prefill.worker());
+    let plan = vllm::plan(body, worker.connector, worker.mooncake.as_ref(), Uuid::now_v7());
+    let mode = worker.connector.mode_label();
     metrics.pd_kv_connector_mode.with_label_values(&[mode]).inc();
-    let labels = ["pd", &*job.model, prefill_worker.engine().as_str()];
     let started = StdInstant::now();
     let params = match plan {
         Plan::DecodeOnly => {
-            drop(prefill);
             job.note(|attempt, _| (attempt.connector_mode, attempt.kv_handoff) = (Some(mode), Some(false)));
             None
         }
         Plan::PrefillThenDecode { tag, source, transfer_id } => {
-            job.note(|attempt, now| {
-                (attempt.connector_mode, attempt.transfer_id) = (Some(mode), transfer_id);
-                attempt.prefill_sent_ms = Some(now);
-            });
-            let answer = run_prefill(job, prefill, tag.as_ref()).await?;
-            metrics.pd_prefill_duration.with_label_values(&labels).observe(started.elapsed().as_secs_f64());
-            let params = take_handoff(metrics, &prefill_worker.url, &answer, source);
-            job.note(|attempt, now| {
-                (attempt.prefill_done_ms, attempt.kv_handoff) = (Some(now), Some(params.is_some()));
-            });
+            job.note(|attempt, _| (attempt.connector_mode, attempt.transfer_id) = (Some(mode), transfer_id));
+            let leg = vllm::prefill_leg(body, job.client_fields, tag.as_ref());
+            let answer = run_prefill(job, &mut prefill, leg).await?;
+            let params = take_handoff(metrics, &worker.url, &answer, source);
+            job.note(|attempt, _| attempt.kv_handoff = Some(params.is_some()));
             params
         }
     };
+    drop(prefill);
+    run_decode(job, decode, params, (worker.engine(), started), scope).await
+}
 
+/// Runs the prefill leg to the end of its response.
+pub(super) async fn run_prefill(job: &Job<'_>, claim: &mut InFlight, leg: SplicedBody) -> Result<Bytes, Failed> {
+    let started = StdInstant::now();
+    job.note(|attempt, now| attempt.prefill_sent_ms = Some(now));
+    let response = job.send(claim, LegBody::Spliced(leg, None), LegCodes::SEQUENTIAL_PREFILL).await?;
+    job.note(|attempt, now| attempt.prefill_head_ms = Some(now));
+    let answer = read_whole(response.into_body(), job.deadline).await.map_err(|error| {
+        claim.judge(Verdict::Failure);
+        leg::note_error(job.core, claim.worker(), if error.timed_out { "timeout" } else { "backend_error" });
+        Failed::gateway(GatewayError::Leg { code: "prefill_read_failed", error }, Some(claim.worker().id()))
+    })?;
+    let labels = ["pd", &*job.model, claim.worker().engine().as_str()];
+    job.core.metrics.pd_prefill_duration.with_label_values(&labels).observe(started.elapsed().as_secs_f64());
+    job.note(|attempt, now| attempt.prefill_done_ms = Some(now));
+    Ok(answer)
+}
+
+/// Sends the decode leg with what the prefill handed over and relays its answer. `prefill` = its engine, and when its leg was sent.
+pub(super) async fn run_decode(
+    job: &Job<'_>,
+    mut decode: InFlight,
+    params: Option<Bytes>,
+    prefill: (Runtime, StdInstant),
+    scope: &mut Option<Scope>,
+) -> Result<Response<Body>, Failed> {
+    let metrics = &job.core.metrics;
     let sent = Arc::new(AtomicBool::new(false));
-    let orphan = params.as_ref().map(|params| Orphan {
+    let leg = vllm::decode_leg(&job.request.body, job.client_fields, params.as_ref());
+    let orphan = params.map(|params| Orphan {
         metrics: Arc::clone(metrics),
         sent: Arc::clone(&sent),
-        request_id: &request.request_id,
-        params: params.clone(),
+        request_id: &job.request.request_id,
+        params,
     });
-    let body = vllm::decode_leg(&request.body, job.client_fields, params.as_ref());
-    let headers = job.headers(&decode_worker);
     job.note(|attempt, now| attempt.decode_sent_ms = Some(now));
     let decode_started = StdInstant::now();
-    let body = LegBody::Spliced(body, Some(sent));
-    let head = leg::send(job.core, &mut decode, request.route, headers, body, job.deadline).await;
+    let head = job.send(&mut decode, LegBody::Spliced(leg, Some(sent)), LegCodes::DECODE).await;
     drop(orphan);
-    let head = head.map_err(|error| {
-        Failed::gateway(GatewayError::Leg { code: "decode_request_failed", error }, Some(decode_worker.id()))
-    })?;
+    let head = head?;
     job.note(|attempt, now| attempt.decode_head_ms = Some(now));
-    if !head.status().is_success() {
-        let code = decode_code(head.status());
-        return Err(Failed::engine(head, code, decode_worker.id()));
-    }
+    let (engine, started) = prefill;
+    let labels = ["pd", &*job.model, engine.as_str()];
     let first_output = vec![
         (metrics.pd_ttft.with_label_values(&labels), started),
         (metrics.pd_decode_ttft.with_label_values(&labels), decode_started),
     ];
     Ok(respond::relay(job, head, decode, scope.take(), true, first_output))
-}
-
-/// Runs the prefill leg to the end of its response.
-async fn run_prefill(job: &Job<'_>, mut claim: InFlight, tag: Option<&Bytes>) -> Result<Bytes, Failed> {
-    let worker = Arc::clone(claim.worker());
-    let body = LegBody::Spliced(vllm::prefill_leg(&job.request.body, job.client_fields, tag), None);
-    let headers = job.headers(&worker);
-    let fail = |code, error| Failed::gateway(GatewayError::Leg { code, error }, Some(worker.id()));
-    let response = leg::send(job.core, &mut claim, job.request.route, headers, body, job.deadline)
-        .await
-        .map_err(|error| fail("prefill_request_failed", error))?;
-    job.note(|attempt, now| attempt.prefill_head_ms = Some(now));
-    if !response.status().is_success() {
-        return Err(Failed::engine(response, PREFILL_UPSTREAM_ERROR, worker.id()));
-    }
-    read_whole(response.into_body(), job.deadline).await.map_err(|error| {
-        claim.judge(Verdict::Failure);
-        leg::note_error(job.core, &worker, if error.timed_out { "timeout" } else { "backend_error" });
-        fail("prefill_read_failed", error)
-    })
 }
 
 async fn read_whole(mut body: Incoming, deadline: Instant) -> Result<Bytes, LegError> {

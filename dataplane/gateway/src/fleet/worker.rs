@@ -13,7 +13,7 @@ use http::{StatusCode, Uri};
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntGauge};
 use smg_engines::vllm::{Connector, MooncakePeer};
-use smg_engines::{Route, sglang};
+use smg_engines::{Route, moriio, sglang};
 use smg_fleet::pairing::Descriptor;
 use smg_fleet::policy::Breaker as BreakerSettings;
 use smg_fleet::worker::Worker;
@@ -147,6 +147,8 @@ pub struct RoutedWorker {
     pub connector: Connector,
     /// How decode engines name this prefill over Mooncake.
     pub mooncake: Option<MooncakePeer>,
+    /// What its labels say of MoRI-IO; `None` with another connector.
+    pub moriio: Option<Result<moriio::Settings, moriio::LabelError>>,
     /// Host of the bootstrap server.
     pub bootstrap_host: String,
     /// The data-parallel rank the worker is pinned to.
@@ -177,11 +179,15 @@ impl RoutedWorker {
             &bootstrap_host,
             spec.bootstrap_port,
         );
+        let connector = Connector::classify(spec.kv_connector.as_deref());
+        let moriio = (connector == Connector::Moriio)
+            .then(|| moriio::Settings::read(|name| record.label(name), &bootstrap_host));
         let requests = metrics.worker_requests.with_label_values(&[url.as_str(), record.model_id()]);
         Some(Self {
             descriptor: Descriptor::of(&record),
-            connector: Connector::classify(spec.kv_connector.as_deref()),
+            connector,
             mooncake,
+            moriio,
             bootstrap_host,
             dp_rank: record.label("dp_rank").and_then(|rank| rank.parse().ok()),
             breaker: breaker_settings(&record, settings),

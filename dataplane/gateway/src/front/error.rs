@@ -7,6 +7,7 @@ use axum::body::Body;
 use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 use serde_json::json;
 use smg_engines::BodyError;
+use smg_engines::moriio::{HandoffError, RequestRefusal};
 use smg_engines::sglang::UnsupportedRequest;
 use thiserror::Error;
 
@@ -47,9 +48,15 @@ pub enum GatewayError {
     /// The engine's handoff cannot serve the request.
     #[error(transparent)]
     Unsupported(#[from] UnsupportedRequest),
-    /// The pair runs MoRI-IO.
-    #[error("the selected prefill/decode pair runs MoRIIOConnector, which this version does not support")]
-    Moriio,
+    /// The selected workers are no MoRI-IO pair. Why is for the operator, in the log.
+    #[error("the selected prefill/decode pair is not configured for MoRI-IO; the gateway's log says why")]
+    MoriioPair,
+    /// MoRI-IO cannot serve the request.
+    #[error(transparent)]
+    MoriioRequest(#[from] RequestRefusal),
+    /// A MoRI-IO prefill handed over nothing that decode could use.
+    #[error(transparent)]
+    MoriioHandoff(#[from] HandoffError),
     /// A leg has no response.
     #[error("{code}: {}", .error.message)]
     Leg {
@@ -78,7 +85,9 @@ impl GatewayError {
             Self::BodyStalled => StatusCode::REQUEST_TIMEOUT,
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
-            Self::Select(_) | Self::Moriio | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Select(_) | Self::MoriioPair | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
+            Self::MoriioRequest(refusal) => refusal.status(),
+            Self::MoriioHandoff(_) => StatusCode::BAD_GATEWAY,
             Self::Leg { error, .. } => error.status(),
         }
     }
@@ -96,7 +105,9 @@ impl GatewayError {
             Self::Select(SelectError::Incompatible(_)) => "no_compatible_pd_pair",
             Self::Select(_) => "no_available_workers",
             Self::Unsupported(error) => error.code(),
-            Self::Moriio => "moriio_pair_misconfigured",
+            Self::MoriioPair => "moriio_pair_misconfigured",
+            Self::MoriioRequest(refusal) => refusal.code(),
+            Self::MoriioHandoff(_) => "moriio_handoff_invalid",
             Self::Leg { code, .. } => code,
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",
@@ -115,7 +126,12 @@ impl GatewayError {
 
     /// Whether another attempt on another pair may succeed.
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Leg { .. })
+        matches!(self, Self::Leg { .. }) || self.is_of_the_pair()
+    }
+
+    /// Whether another attempt on the same pair would fail in the same way.
+    pub fn is_of_the_pair(&self) -> bool {
+        matches!(self, Self::MoriioPair | Self::MoriioHandoff(_))
     }
 
     /// The response.

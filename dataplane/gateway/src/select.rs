@@ -205,7 +205,7 @@ fn pick<'a>(
     entropy: u64,
 ) -> usize {
     let candidates: SmallVec<[Candidate<'_>; 32]> = workers
-        .map(|worker| Candidate { id: worker.id().0.as_u128(), url: worker.url.as_str(), load: worker.runtime.load() })
+        .map(|worker| Candidate::new(worker.id().0.as_u128(), worker.url.as_str(), worker.runtime.load()))
         .collect();
     policy.pick(&candidates, &RequestView::new(&pool.model), entropy).unwrap_or(usize::MAX)
 }

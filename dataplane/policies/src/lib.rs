@@ -1,48 +1,74 @@
 //! Routing policies: which of the available workers serves a leg.
 //!
 //! A policy is pure: candidates, the request and a random word come in, an index goes out. It performs no I/O, reads no
-//! clock and draws no randomness of its own, so every decision can be replayed. State that spans requests (a rotation)
-//! is bounded and shared between threads without blocking in the common case.
+//! clock and draws no randomness of its own, so every decision can be replayed. State that spans requests (a rotation, a
+//! record of prompts, pinned keys) is bounded; time, where it matters, comes with the request.
 //!
 //! The caller has already removed every worker that may not be used; a policy never has to judge health. Each leg has
 //! its own instance, so that a rotation over prefills is not disturbed by one over decodes.
+//!
+//! Placement by hash (`consistent_hashing`, `prefix_hash` while loads are even) depends on the key and the URLs of the
+//! candidates alone: every gateway that sees the same candidates chooses the same worker.
 
+mod bucket;
+mod cache_aware;
+mod consistent_hashing;
+mod fingerprint;
+mod least_load;
+mod lru;
+mod manual;
 mod power_of_two;
+mod prefix_hash;
 mod random;
+mod request;
+mod ring;
 mod round_robin;
+mod wait;
 
-pub use power_of_two::PowerOfTwo;
+pub use bucket::{Bucket, BucketTuning};
+pub use cache_aware::{CacheAware, CacheAwareTuning};
+pub use consistent_hashing::ConsistentHashing;
+pub use least_load::{LeastLoad, LeastLoadTuning};
+pub use manual::{AssignmentMode, Manual, ManualTuning};
+pub use power_of_two::{LoadMetric, PowerOfTwo};
+pub use prefix_hash::{PrefixHash, PrefixHashTuning};
 pub use random::Random;
+pub use request::{Candidate, LoadReport, Partition, RequestView, WorkerKey};
+pub use ring::{MAX_RINGS, VIRTUAL_NODES};
 pub use round_robin::{MAX_CANDIDATE_SETS, RoundRobin};
 pub use smg_fleet::policy::PolicyName;
+pub use wait::WaitTuning;
 
-/// Identity of a worker, stable over its registration: the 128 bits of its id.
-pub type WorkerKey = u128;
-
-/// A worker that may serve the leg.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Candidate<'a> {
-    /// Its identity.
-    pub id: WorkerKey,
-    /// Its URL, with the rank suffix if it is one rank of an engine.
-    pub url: &'a str,
-    /// Requests this gateway has in flight on it.
-    pub load: u64,
+/// A decision with its reason.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Pick {
+    /// The chosen candidate.
+    pub index: Option<usize>,
+    /// Which rule of the policy decided: the `branch` label of its metric. The policy's name if it has one rule only.
+    pub branch: &'static str,
+    /// The share of the prompt that a record of earlier prompts knew, 0 to 1, where one was asked.
+    pub match_ratio: Option<f64>,
 }
 
-/// What policies may know about the request.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RequestView<'a> {
-    /// The model that serves the request.
-    pub model: &'a str,
-}
-
-impl<'a> RequestView<'a> {
-    /// A request for `model`.
-    pub const fn new(model: &'a str) -> Self {
-        Self { model }
+impl Pick {
+    const fn new(index: Option<usize>, branch: &'static str) -> Self {
+        Self { index, branch, match_ratio: None }
     }
+}
+
+/// What a policy remembers, for gauges.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Footprint {
+    /// Entries: pinned keys, or nodes of the record of prompts.
+    pub entries: usize,
+    /// Bytes they take, bookkeeping included, as the limit counts them.
+    pub bytes: usize,
+    /// Bytes of prompt text among them.
+    pub text_bytes: usize,
+    /// Prompt tokens among them.
+    pub tokens: usize,
+    /// Workers they refer to.
+    pub workers: usize,
 }
 
 /// A routing policy.
@@ -50,11 +76,42 @@ pub trait Policy: Send + Sync + std::fmt::Debug {
     /// Its name, as in flags, documents and the `policy` metric label.
     fn name(&self) -> PolicyName;
 
-    /// The index of the chosen candidate: none exactly when there are no candidates.
+    /// The index of the chosen candidate. None when there are no candidates, and where a policy says so: a client's
+    /// strict wish that cannot be met, a cap that all candidates have reached.
     ///
     /// `entropy` is a fresh, uniformly random word for every call. Candidates come in an order that is stable as long
     /// as the set does not change.
     fn pick(&self, candidates: &[Candidate<'_>], request: &RequestView<'_>, entropy: u64) -> Option<usize>;
+
+    /// As [`Policy::pick`], with the reason.
+    fn decide(&self, candidates: &[Candidate<'_>], request: &RequestView<'_>, entropy: u64) -> Pick {
+        Pick::new(self.pick(candidates, request, entropy), self.name().as_str())
+    }
+
+    /// The leg's workers are now exactly these, available or not: what is remembered of others is forgotten.
+    fn retain(&self, _workers: &[WorkerKey]) {}
+
+    /// What it remembers at the moment.
+    fn footprint(&self) -> Footprint {
+        Footprint::default()
+    }
+}
+
+/// The tuning of all policies; the default is the documented one.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Tuning {
+    /// Of `power_of_two`.
+    pub power_of_two: LoadMetric,
+    /// Of `least_load`.
+    pub least_load: LeastLoadTuning,
+    /// Of `cache_aware`.
+    pub cache_aware: CacheAwareTuning,
+    /// Of `prefix_hash`.
+    pub prefix_hash: PrefixHashTuning,
+    /// Of `manual`.
+    pub manual: ManualTuning,
+    /// Of `bucket`.
+    pub bucket: BucketTuning,
 }
 
 /// The leg a policy is meant for.
@@ -91,18 +148,32 @@ pub fn parse(name: &str, leg: Leg) -> Result<PolicyName, PolicyError> {
     build(policy, leg).map(|_| policy)
 }
 
-/// A new instance of `policy` for `leg`.
+/// A new instance of `policy` for `leg`, with the documented tuning.
 ///
 /// # Errors
 /// The policy does not fit the leg or is not available.
 pub fn build(policy: PolicyName, leg: Leg) -> Result<Box<dyn Policy>, PolicyError> {
-    match policy {
-        PolicyName::RoundRobin => Ok(Box::new(RoundRobin::default())),
-        PolicyName::Random => Ok(Box::new(Random)),
-        PolicyName::PowerOfTwo => Ok(Box::new(PowerOfTwo)),
-        PolicyName::Bucket if leg == Leg::Decode => Err(PolicyError::NotForDecode(policy)),
-        later => Err(PolicyError::NotAvailable(later)),
-    }
+    build_with(policy, leg, &Tuning::default())
+}
+
+/// A new instance of `policy` for `leg`.
+///
+/// # Errors
+/// The policy does not fit the leg or is not available.
+pub fn build_with(policy: PolicyName, leg: Leg, tuning: &Tuning) -> Result<Box<dyn Policy>, PolicyError> {
+    Ok(match policy {
+        PolicyName::RoundRobin => Box::new(RoundRobin::default()),
+        PolicyName::Random => Box::new(Random),
+        PolicyName::PowerOfTwo => Box::new(PowerOfTwo::new(tuning.power_of_two)),
+        PolicyName::LeastLoad => Box::new(LeastLoad::new(tuning.least_load.clone())),
+        PolicyName::CacheAware => Box::new(CacheAware::new(tuning.cache_aware.clone())),
+        PolicyName::PrefixHash => Box::new(PrefixHash::new(tuning.prefix_hash.clone())),
+        PolicyName::ConsistentHashing => Box::new(ConsistentHashing::default()),
+        PolicyName::Manual => Box::new(Manual::new(tuning.manual.clone())),
+        PolicyName::Bucket if leg == Leg::Decode => return Err(PolicyError::NotForDecode(policy)),
+        PolicyName::Bucket => Box::new(Bucket::new(tuning.bucket.clone())),
+        PolicyName::Passthrough => return Err(PolicyError::NotAvailable(policy)),
+    })
 }
 
 /// A uniform index below `length` from a uniform word. The bias is below `length` / 2^64.
@@ -124,20 +195,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_documented_name_is_known_and_those_to_come_say_so() {
-        for name in ["round_robin", "random", "power_of_two"] {
+    fn every_documented_name_is_known_and_builds_the_policy_of_that_name() {
+        for name in [
+            "round_robin",
+            "random",
+            "power_of_two",
+            "least_load",
+            "cache_aware",
+            "prefix_hash",
+            "consistent_hashing",
+            "manual",
+        ] {
             for leg in [Leg::Regular, Leg::Prefill, Leg::Decode] {
                 let policy = build(parse(name, leg).unwrap(), leg).unwrap();
                 assert_eq!(policy.name().as_str(), name);
             }
         }
-        for name in
-            ["cache_aware", "prefix_hash", "consistent_hashing", "least_load", "manual", "bucket", "passthrough"]
-        {
-            let error = parse(name, Leg::Prefill).unwrap_err();
-            assert_eq!(error, PolicyError::NotAvailable(PolicyName::from_name(name).unwrap()));
-            assert!(error.to_string().contains(name));
-        }
+        assert_eq!(build(parse("bucket", Leg::Prefill).unwrap(), Leg::Prefill).unwrap().name(), PolicyName::Bucket);
+        let absent = parse("passthrough", Leg::Regular).unwrap_err();
+        assert_eq!(absent, PolicyError::NotAvailable(PolicyName::Passthrough));
+        assert!(absent.to_string().contains("passthrough"));
         assert_eq!(parse("best_effort", Leg::Prefill), Err(PolicyError::Unknown("best_effort".into())));
         assert_eq!(parse("Random", Leg::Prefill), Err(PolicyError::Unknown("Random".into())));
     }

@@ -1,15 +1,49 @@
-//! `power_of_two`: the less loaded of two random candidates.
+//! `power_of_two`: the better of two random candidates.
 //!
 //! Comparing two random workers avoids the herd that always picking the minimum causes when loads are known late, and
 //! still keeps the longest queue short.
 
 use smg_fleet::policy::PolicyName;
 
+use crate::wait::{WaitTuning, Waits, expected_waits, least};
 use crate::{Candidate, Policy, RequestView, next_word, uniform};
 
-/// The less loaded of two distinct random candidates.
+/// What is compared (`--power-of-two-load-metric`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LoadMetric {
+    /// Expected wait of the pair; requests in flight if neither reports.
+    #[default]
+    ExpectedWait,
+    /// Requests in flight of all candidates, not of a pair.
+    LeastRequests,
+    /// Requests in flight of the pair, ties by expected wait.
+    Requests,
+}
+
+impl LoadMetric {
+    /// By its name in flags and documents.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "expected_wait" => Some(Self::ExpectedWait),
+            "least_requests" => Some(Self::LeastRequests),
+            "requests" => Some(Self::Requests),
+            _ => None,
+        }
+    }
+}
+
+/// The better of two distinct random candidates.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct PowerOfTwo;
+pub struct PowerOfTwo {
+    metric: LoadMetric,
+}
+
+impl PowerOfTwo {
+    /// Comparing by `metric`.
+    pub const fn new(metric: LoadMetric) -> Self {
+        Self { metric }
+    }
+}
 
 impl Policy for PowerOfTwo {
     fn name(&self) -> PolicyName {
@@ -22,8 +56,19 @@ impl Policy for PowerOfTwo {
             1 => return Some(0),
             length => two_distinct(length, entropy),
         };
+        let requests = |index: usize| candidates[index].load;
+        if self.metric == LoadMetric::LeastRequests {
+            let loads: Waits = candidates.iter().map(|candidate| candidate.load as f64).collect();
+            return least(&loads, |_| true, entropy);
+        }
+        let second_is_less = if self.metric == LoadMetric::Requests && requests(first) != requests(second) {
+            requests(second) < requests(first)
+        } else {
+            let waits = expected_waits(&[candidates[first], candidates[second]], &WaitTuning::default());
+            waits[1] < waits[0]
+        };
         // On equal loads the first stays; both orders of a pair are equally likely, so this is a fair coin.
-        Some(if candidates[second].load < candidates[first].load { second } else { first })
+        Some(if second_is_less { second } else { first })
     }
 }
 

@@ -5,13 +5,23 @@ use proptest::prelude::*;
 use smg_policies::{Candidate, Leg, Policy, PolicyName, PowerOfTwo, Random, RequestView, RoundRobin, build};
 
 fn candidates(loads: &[u64]) -> Vec<Candidate<'static>> {
-    loads.iter().zip(1..).map(|(load, id)| Candidate { id, url: "http://worker", load: *load }).collect()
+    loads.iter().zip(1..).map(|(load, id)| Candidate::new(id, "http://worker", *load)).collect()
 }
 
 fn all() -> Vec<Box<dyn Policy>> {
-    [PolicyName::RoundRobin, PolicyName::Random, PolicyName::PowerOfTwo]
-        .map(|name| build(name, Leg::Decode).unwrap())
-        .into()
+    [
+        PolicyName::RoundRobin,
+        PolicyName::Random,
+        PolicyName::PowerOfTwo,
+        PolicyName::LeastLoad,
+        PolicyName::CacheAware,
+        PolicyName::PrefixHash,
+        PolicyName::ConsistentHashing,
+        PolicyName::Manual,
+        PolicyName::Bucket,
+    ]
+    .map(|name| build(name, Leg::Prefill).unwrap())
+    .into()
 }
 
 /// A deterministic stream of words for tests that count outcomes.
@@ -54,7 +64,7 @@ fn power_of_two_is_uniform_over_equal_loads() {
     let candidates = candidates(&[5; 6]);
     let mut counts = [0_u64; 6];
     for word in words(3).take(120_000) {
-        counts[PowerOfTwo.pick(&candidates, &RequestView::default(), word).unwrap()] += 1;
+        counts[PowerOfTwo::default().pick(&candidates, &RequestView::default(), word).unwrap()] += 1;
     }
     assert!(counts.iter().all(|count| count.abs_diff(20_000) < 710), "{counts:?}");
 }
@@ -62,8 +72,8 @@ fn power_of_two_is_uniform_over_equal_loads() {
 #[test]
 fn power_of_two_of_two_takes_the_less_loaded() {
     for word in words(4).take(1_000) {
-        assert_eq!(PowerOfTwo.pick(&candidates(&[10, 0]), &RequestView::default(), word), Some(1));
-        assert_eq!(PowerOfTwo.pick(&candidates(&[3, 4]), &RequestView::default(), word), Some(0));
+        assert_eq!(PowerOfTwo::default().pick(&candidates(&[10, 0]), &RequestView::default(), word), Some(1));
+        assert_eq!(PowerOfTwo::default().pick(&candidates(&[3, 4]), &RequestView::default(), word), Some(0));
     }
 }
 
@@ -73,7 +83,7 @@ fn power_of_two_compares_every_pair_equally_often() {
     let candidates = candidates(&[0, 1, 2, 3, 4]);
     let mut counts = [0_u64; 5];
     for word in words(5).take(100_000) {
-        counts[PowerOfTwo.pick(&candidates, &RequestView::default(), word).unwrap()] += 1;
+        counts[PowerOfTwo::default().pick(&candidates, &RequestView::default(), word).unwrap()] += 1;
     }
     for (count, expected) in counts.iter().zip([40_000, 30_000, 20_000, 10_000, 0]) {
         assert!(count.abs_diff(expected) < 800, "{counts:?}");
@@ -81,11 +91,46 @@ fn power_of_two_compares_every_pair_equally_often() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     #[test]
-    fn no_policy_ever_leaves_its_range(loads in prop::collection::vec(any::<u64>(), 1..40), entropy: u64) {
+    fn no_policy_ever_leaves_its_range_or_fails(
+        loads in prop::collection::vec(any::<u64>(), 1..40),
+        text in prop::option::of(".{0,40}"),
+        token_ids in prop::option::of(prop::collection::vec(any::<u32>(), 0..20)),
+        key in prop::option::of(".{0,10}"),
+        now_ms: u64,
+        entropy: u64,
+    ) {
         let candidates = candidates(&loads);
+        let request = RequestView::new("m")
+            .with_text(text.as_deref())
+            .with_token_ids(token_ids.as_deref())
+            .with_routing_key(key.as_deref())
+            .with_client(key.as_deref())
+            .at(now_ms);
         for policy in all() {
-            prop_assert!(policy.pick(&candidates, &RequestView::default(), entropy).unwrap() < loads.len());
+            for _ in 0..2 {
+                let pick = policy.decide(&candidates, &request, entropy);
+                prop_assert!(pick.index.unwrap() < loads.len(), "{policy:?}");
+            }
+            policy.retain(&[]);
+            prop_assert!(policy.pick(&candidates, &request, entropy).unwrap() < loads.len());
+        }
+    }
+
+    #[test]
+    fn equal_histories_make_equal_decisions(
+        requests in prop::collection::vec(("[ab]{0,6}", "[ab]{0,2}", any::<u64>(), 0_u64..9_000), 1..40),
+    ) {
+        for (one, other) in all().into_iter().zip(all()) {
+            for (text, key, entropy, now_ms) in &requests {
+                let candidates = candidates(&[*entropy % 7, *entropy % 5, *entropy % 3]);
+                let request = RequestView::new("m").with_text(Some(text)).with_routing_key(Some(key)).at(*now_ms);
+                let (one, other) =
+                    (one.decide(&candidates, &request, *entropy), other.decide(&candidates, &request, *entropy));
+                prop_assert_eq!(one, other);
+            }
         }
     }
 
@@ -98,7 +143,7 @@ proptest! {
         let mut loads = loads;
         let heaviest = heaviest.index(loads.len());
         loads[heaviest] = 1000;
-        let picked = PowerOfTwo.pick(&candidates(&loads), &RequestView::default(), entropy).unwrap();
+        let picked = PowerOfTwo::default().pick(&candidates(&loads), &RequestView::default(), entropy).unwrap();
         prop_assert_ne!(picked, heaviest);
     }
 
@@ -109,12 +154,12 @@ proptest! {
     ) {
         // The pair depends on the entropy alone: find it with loads that reveal each of the two in turn.
         let length = loads.len();
-        let first = PowerOfTwo.pick(&candidates(&vec![0; length]), &RequestView::default(), entropy).unwrap();
+        let first = PowerOfTwo::default().pick(&candidates(&vec![0; length]), &RequestView::default(), entropy).unwrap();
         let mut revealing = vec![0; length];
         revealing[first] = 1;
-        let second = PowerOfTwo.pick(&candidates(&revealing), &RequestView::default(), entropy).unwrap();
+        let second = PowerOfTwo::default().pick(&candidates(&revealing), &RequestView::default(), entropy).unwrap();
         prop_assert_ne!(first, second);
-        let picked = PowerOfTwo.pick(&candidates(&loads), &RequestView::default(), entropy).unwrap();
+        let picked = PowerOfTwo::default().pick(&candidates(&loads), &RequestView::default(), entropy).unwrap();
         prop_assert!(picked == first || picked == second);
         prop_assert_eq!(loads[picked], loads[first].min(loads[second]));
     }

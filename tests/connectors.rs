@@ -335,3 +335,15 @@ async fn several_samples_of_a_completion_are_refused_before_any_sglang_leg() {
     assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 0));
     smg.until_idle().await;
 }
+
+#[tokio::test]
+async fn several_prompts_of_one_request_are_not_decoded_over_the_kv_of_the_first() {
+    let (smg, prefill, decode) = nixl_pair(&[]).await;
+    let single = vllm(Role::Regular, Connector::None).await;
+    let body = json!({"model": MODEL, "prompt": ["one two three", "four five six seven"], "max_tokens": 8});
+    let choices = |answer: Value| answer["choices"].clone();
+    let alone = smg.client.post(format!("{}/v1/completions", single.url())).json(&body).send().await.unwrap();
+    let paired = smg.post("/v1/completions", &body).await;
+    assert_eq!(choices(paired.json().await.unwrap()), choices(alone.json().await.unwrap()));
+    assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 1));
+}

@@ -250,6 +250,27 @@ impl ClientBody {
         }
     }
 
+    /// How many prompts the request has. A completion may have text and embeddings side by side; an empty text is none then.
+    pub fn prompt_count(&self) -> usize {
+        let embeds = match self.value(Field::PromptEmbeds).filter(|_| self.route == Route::Completions) {
+            Some(list) if list.starts_with('[') => {
+                let mut embeds = 0;
+                // The text was checked when the body was parsed, so the walk cannot fail.
+                let _ = json::each_element(list, |_| embeds += 1);
+                embeds
+            }
+            Some(_) => 1,
+            None => 0,
+        };
+        let texts = match self.prompt() {
+            Prompt::Batch(prompts) => prompts,
+            Prompt::One if embeds > 0 && self.value(Field::Prompt) == Some("\"\"") => 0,
+            Prompt::One => 1,
+            Prompt::Other => 0,
+        };
+        texts + embeds
+    }
+
     /// The text that content-based policies look at: chat message texts (reasoning included) joined by single spaces,
     /// the first prompt of a completion, `text` of `/generate`; empty when there is none, as with token ids.
     ///

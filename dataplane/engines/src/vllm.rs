@@ -152,7 +152,10 @@ pub enum HandoffSource {
 /// Plans one attempt. `mooncake` is the prefill worker's peer if it has one; `transfer` must be a new version 7 UUID for
 /// every attempt. Pairs of which either worker runs MoRI-IO are not planned here but in [`crate::moriio`].
 pub fn plan(body: &ClientBody, prefill: Connector, mooncake: Option<&MooncakePeer>, transfer: Uuid) -> Plan {
-    if body.samples() > 1 {
+    // A handoff serves one engine request: several samples, or several prompts, would all load the KV of the first.
+    let several_prompts = body.prompt_count() > 1;
+    let handed_over = matches!(prefill, Connector::Nixl | Connector::Mooncake);
+    if body.samples() > 1 || (several_prompts && handed_over) {
         return Plan::DecodeOnly;
     }
     let (tag, source, transfer_id) = match (prefill, mooncake) {
@@ -163,6 +166,8 @@ pub fn plan(body: &ClientBody, prefill: Connector, mooncake: Option<&MooncakePee
             (Some(tag), HandoffSource::Minted(peer.decode_params(&transfer_id)), Some(transfer_id))
         }
         (Connector::Mooncake, None) => (None, HandoffSource::None, None),
+        // A shared store still profits from the prefill leg; whatever else comes back is not for several prompts.
+        _ if several_prompts => (None, HandoffSource::None, None),
         _ => (None, HandoffSource::Optional, None),
     };
     Plan::PrefillThenDecode { tag, source, transfer_id }

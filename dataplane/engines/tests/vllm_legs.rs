@@ -195,6 +195,22 @@ fn several_samples_skip_the_prefill_leg() {
 }
 
 #[test]
+fn several_prompts_never_share_one_handoff() {
+    let peer = MooncakePeer::resolve(Some("e"), None, None, "h", None);
+    let none = Plan::PrefillThenDecode { tag: None, source: HandoffSource::None, transfer_id: None };
+    for prompts in
+        [r#"{"prompt":["a","b"]}"#, r#"{"prompt":[[1],[2,3]]}"#, r#"{"prompt":"","prompt_embeds":["x","y"]}"#]
+    {
+        for connector in [Connector::Nixl, Connector::Mooncake] {
+            assert_eq!(planned(prompts, connector, peer.as_ref()), Plan::DecodeOnly, "{prompts}");
+        }
+        assert_eq!(planned(prompts, Connector::Store, None), none, "{prompts}");
+        assert_eq!(planned(prompts, Connector::Passthrough, None), none, "{prompts}");
+    }
+    assert_ne!(planned(r#"{"prompt":["a"]}"#, Connector::Nixl, None), Plan::DecodeOnly);
+}
+
+#[test]
 fn a_handoff_is_taken_byte_for_byte_and_only_when_it_is_an_object() {
     for (response, expected) in [
         (r#"{"id":"x","kv_transfer_params": {"b":1.0, "a":[ 1 ]} ,"z":1}"#, Some(r#"{"b":1.0, "a":[ 1 ]}"#)),

@@ -2,7 +2,7 @@
 
 use http::StatusCode;
 
-use crate::body::{ClientBody, Prompt, Route};
+use crate::body::{ClientBody, Route};
 use crate::field::Field;
 use crate::json;
 
@@ -56,7 +56,7 @@ pub fn check_request<'a>(
         return Err(RequestRefusal::Route);
     }
     let beam_search = body.value(Field::UseBeamSearch).is_some_and(|raw| raw != "false");
-    if body.samples() > 1 || beam_search || prompts(body) > 1 {
+    if body.samples() > 1 || beam_search || body.prompt_count() > 1 {
         return Err(RequestRefusal::FanOut);
     }
     let in_body = body.value(Field::RequestId).filter(|raw| raw.starts_with('"'));
@@ -70,28 +70,4 @@ pub fn check_request<'a>(
 
 fn names_a_peer(id: &[u8]) -> bool {
     PEER_MARKERS.iter().any(|marker| memchr::memmem::find(id, marker.as_bytes()).is_some())
-}
-
-/// How many prompts a request has. A completion may have text and embeddings side by side; an empty text is none then.
-fn prompts(body: &ClientBody) -> usize {
-    if body.route() != Route::Completions {
-        return 1;
-    }
-    let embeds = match body.value(Field::PromptEmbeds) {
-        Some(list) if list.starts_with('[') => {
-            let mut embeds = 0;
-            // The text was checked when the body was parsed, so the walk cannot fail.
-            let _ = json::each_element(list, |_| embeds += 1);
-            embeds
-        }
-        Some(_) => 1,
-        None => 0,
-    };
-    let texts = match body.prompt() {
-        Prompt::Batch(prompts) => prompts,
-        Prompt::One if body.value(Field::Prompt) == Some(r#""""#) => 0,
-        Prompt::One => 1,
-        Prompt::Other => 0,
-    };
-    texts + embeds
 }

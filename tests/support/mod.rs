@@ -5,10 +5,14 @@
 #![allow(dead_code, unused_imports, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
+use std::collections::hash_map::RandomState;
+use std::fs::File;
 use std::future::Future;
+use std::hash::{BuildHasher, Hasher};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -21,9 +25,20 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// The model of all mock engines.
 pub const MODEL: &str = "m";
 
-/// A port that was free a moment ago.
+/// A port that nobody else takes while this process lives: outside the range from which the system serves connections, and kept
+/// from other test processes by a lock.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static HELD: Mutex<Vec<File>> = Mutex::new(Vec::new());
+    let locks = std::env::temp_dir().join("smg-test-ports");
+    std::fs::create_dir_all(&locks).unwrap();
+    loop {
+        let port = 10_000 + (RandomState::new().build_hasher().finish() % 20_000) as u16;
+        let lock = File::create(locks.join(port.to_string())).unwrap();
+        if lock.try_lock().is_ok() && TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            HELD.lock().unwrap().push(lock);
+            return port;
+        }
+    }
 }
 
 /// Polls `condition` until it yields a value.

@@ -33,7 +33,7 @@ async fn until_synced(through: &Smg, names: &[&str]) -> u64 {
                 })
             })
         };
-        names.iter().all(|name| synced(name)).then_some(revision)
+        names.iter().all(synced).then_some(revision)
     })
     .await
 }

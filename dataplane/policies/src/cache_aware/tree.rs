@@ -103,7 +103,8 @@ impl Tree {
             let Ok(place) = parent.child(*byte) else { break };
             node = parent.children[place].1;
             let label = &self.nodes[node as usize].label;
-            let common = common_prefix(label, &prompt[end..]);
+            // The first byte is the child's name: a label of one byte is not even read.
+            let common = 1 + common_prefix(label.get(1..).unwrap_or_default(), &prompt[end + 1..]);
             end += common;
             path.steps.push((node, end));
             if common < label.len() {

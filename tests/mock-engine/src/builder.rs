@@ -155,7 +155,7 @@ impl Builder {
         self
     }
 
-    /// Side channel port of vLLM with NIXL or Mooncake; a free one by default.
+    /// Side channel port of vLLM with NIXL or Mooncake, MoRI-IO's handshake port; a free one by default.
     pub fn side_channel_port(mut self, port: u16) -> Self {
         self.ports.side_channel = Some(port);
         self
@@ -170,12 +170,16 @@ impl Builder {
     /// Starts listening on 127.0.0.1.
     pub async fn start(self) -> io::Result<MockEngine> {
         let Builder { settings, mut ports, engine_id } = self;
-        let transfers =
-            settings.engine == Engine::Vllm && matches!(settings.connector, Connector::Nixl | Connector::Mooncake);
+        let vllm = settings.engine == Engine::Vllm;
+        let moriio = vllm && matches!(settings.connector, Connector::MoriioRead | Connector::MoriioWrite);
+        let transfers = moriio || vllm && matches!(settings.connector, Connector::Nixl | Connector::Mooncake);
         let bootstraps = settings.role == Role::Prefill
             && (settings.engine == Engine::Sglang || settings.connector == Connector::Mooncake);
         if transfers {
             ports.side_channel.get_or_insert(0);
+        }
+        if moriio {
+            ports.notify.get_or_insert(0);
         }
         if bootstraps {
             ports.bootstrap.get_or_insert(0);

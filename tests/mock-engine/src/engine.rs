@@ -51,6 +51,10 @@ pub enum Connector {
     Nixl,
     /// `MooncakeConnector`: concurrent, pull by transfer id through a bootstrap server.
     Mooncake,
+    /// `MoRIIOConnector` in READ mode: sequential, pull by transfer id.
+    MoriioRead,
+    /// `MoRIIOConnector` in WRITE mode: the prefill pushes, the decode waits for the push.
+    MoriioWrite,
     /// Any other, by name: transfer fields are ignored and every prompt is computed locally.
     Other(String),
 }
@@ -63,6 +67,8 @@ impl std::str::FromStr for Connector {
             "none" | "" => Connector::None,
             "nixl" | "NixlConnector" => Connector::Nixl,
             "mooncake" | "MooncakeConnector" => Connector::Mooncake,
+            "moriio-read" => Connector::MoriioRead,
+            "moriio-write" | "MoRIIOConnector" => Connector::MoriioWrite,
             other => Connector::Other(other.to_owned()),
         })
     }
@@ -95,6 +101,7 @@ pub(crate) struct Ports {
     pub(crate) http: u16,
     pub(crate) bootstrap: Option<u16>,
     pub(crate) side_channel: Option<u16>,
+    pub(crate) notify: Option<u16>,
 }
 
 /// What a restart replaces.
@@ -131,6 +138,8 @@ pub(crate) struct Core {
     pub(crate) fabric: Fabric,
     /// Numbers the blocks that are handed over, as a block manager does.
     pub(crate) blocks: AtomicU64,
+    /// What replaces fields of MoRI-IO handoffs.
+    pub(crate) handoff_patch: Mutex<Option<serde_json::Value>>,
     ports: Mutex<Ports>,
     incarnation: Mutex<Incarnation>,
     life: Mutex<Life>,
@@ -194,8 +203,11 @@ impl Core {
         let main = bind(wanted.http).await?;
         let mut ports = Ports { http: main.local_addr()?.port(), ..Ports::default() };
         let mut fabric = Vec::new();
-        for (wanted, port) in [(wanted.bootstrap, &mut ports.bootstrap), (wanted.side_channel, &mut ports.side_channel)]
-        {
+        for (wanted, port) in [
+            (wanted.bootstrap, &mut ports.bootstrap),
+            (wanted.side_channel, &mut ports.side_channel),
+            (wanted.notify, &mut ports.notify),
+        ] {
             if let Some(wanted) = wanted {
                 let listener = bind(wanted).await?;
                 *port = Some(listener.local_addr()?.port());
@@ -305,6 +317,7 @@ impl MockEngine {
             load,
             fabric: Fabric::default(),
             blocks: AtomicU64::new(1),
+            handoff_patch: Mutex::default(),
             ports: Mutex::new(ports),
             incarnation: Mutex::new(Incarnation {
                 engine_id: engine_id.unwrap_or_else(new_engine_id).into(),
@@ -338,9 +351,20 @@ impl MockEngine {
         self.core.ports().bootstrap
     }
 
-    /// Side channel port, where there is one: vLLM with NIXL or Mooncake.
+    /// Side channel port, where there is one: vLLM with NIXL or Mooncake; MoRI-IO's handshake port.
     pub fn side_channel_port(&self) -> Option<u16> {
         self.core.ports().side_channel
+    }
+
+    /// MoRI-IO's notify port.
+    pub fn notify_port(&self) -> Option<u16> {
+        self.core.ports().notify
+    }
+
+    /// Falsifies the handoffs that a MoRI-IO prefill engine returns from now on: the fields of an object replace the
+    /// true ones, any other value replaces `kv_transfer_params`. `None` makes the engine honest again.
+    pub fn alter_handoffs(&self, patch: Option<serde_json::Value>) {
+        *self.core.handoff_patch.lock() = patch;
     }
 
     /// The id of this incarnation.

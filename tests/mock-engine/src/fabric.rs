@@ -1,8 +1,9 @@
 //! How KV moves between engines: over real sockets, in one process or across several.
 //!
-//! A prefill engine listens on its bootstrap port (SGLang, Mooncake) and its side channel (NIXL, Mooncake); a decode
-//! engine connects there and asks for the KV of one key. The wire is one JSON line each way and stands in for NIXL,
-//! Mooncake and SGLang's own transfer; only Mooncake's `GET /query` (vLLM 0.32) has the shape of the real thing.
+//! A prefill engine listens on its bootstrap port (SGLang, Mooncake) and its side channel (NIXL, Mooncake, MoRI-IO); a
+//! decode engine connects there and asks for the KV of one key. A MoRI-IO decode engine listens too: in WRITE mode the
+//! prefill engine pushes the KV there. The wire is one JSON line each way and stands in for NIXL, Mooncake, MoRI-IO and
+//! SGLang's own transfer; only Mooncake's `GET /query` (vLLM 0.32) has the shape of the real thing.
 //! Closing the connection while an answer is due gives up the transfer.
 
 use std::collections::HashMap;
@@ -23,8 +24,22 @@ const LONGEST_LINE: u64 = 64 * 1024;
 /// Idle connections kept to one peer.
 const IDLE_PER_PEER: usize = 256;
 
-/// A decode engine asks for KV.
+/// What an engine says to another.
 #[derive(Debug, Serialize, Deserialize)]
+enum Ask {
+    Take(Take),
+    /// MoRI-IO WRITE: here is the KV of this key.
+    Push {
+        key: Key,
+        prompt: u64,
+        tokens: usize,
+    },
+    /// MoRI-IO WRITE: are you there?
+    Hello,
+}
+
+/// A decode engine asks for KV.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Take {
     pub(crate) key: Key,
     /// The engine that is believed to hold the KV, where the protocol names it.
@@ -37,10 +52,11 @@ pub(crate) struct Take {
     pub(crate) wait: bool,
 }
 
-/// What a prefill engine answers.
+/// What the other engine answers.
 #[derive(Debug, Serialize, Deserialize)]
 enum Given {
     Kv { prompt: u64, tokens: usize },
+    Done,
     Refused { reason: String, wrong_engine: bool },
 }
 
@@ -89,12 +105,15 @@ pub(crate) async fn serve(stream: TcpStream, holder: impl Fn() -> Holder) -> io:
         if line.starts_with("GET ") {
             return answer_query(&mut stream, &line, &holder()).await;
         }
-        let take: Take = serde_json::from_str(&line)?;
         let holder = holder();
-        let given = tokio::select! {
-            given = give(&take, &holder) => given,
-            // One request at a time: anything readable now is the peer's end.
-            _ = stream.fill_buf() => return Ok(()),
+        let given = match serde_json::from_str(&line)? {
+            Ask::Take(take) => tokio::select! {
+                given = give(&take, &holder) => given,
+                // One request at a time: anything readable now is the peer's end.
+                _ = stream.fill_buf() => return Ok(()),
+            },
+            Ask::Push { key, prompt, tokens } => receive(&key, Prompt { digest: prompt, tokens }, &holder),
+            Ask::Hello => Given::Done,
         };
         write_line(&mut stream, &given).await?;
     }
@@ -107,6 +126,18 @@ async fn give(take: &Take, holder: &Holder) -> Given {
     let taken = holder.ledger.take(&take.key, take.prompt, take.rank, take.wait).await;
     match taken {
         Ok(kv) => Given::Kv { prompt: kv.prompt.digest, tokens: kv.prompt.tokens },
+        Err(reason) => Given::Refused { reason, wrong_engine: false },
+    }
+}
+
+/// Files KV that was pushed here, for the decode request that waits for it or will.
+fn receive(key: &Key, prompt: Prompt, holder: &Holder) -> Given {
+    match holder.ledger.begin(key) {
+        Ok(hold) => {
+            hold.ready(Kv { prompt, rank: None });
+            hold.keep();
+            Given::Done
+        }
         Err(reason) => Given::Refused { reason, wrong_engine: false },
     }
 }
@@ -139,7 +170,7 @@ async fn answer_query(stream: &mut Connection, request: &str, holder: &Holder) -
 type Peer = (String, u16);
 type Connection = BufReader<TcpStream>;
 
-/// The decode engine's side: connections to prefill engines, kept for the next request.
+/// The asking side: connections to other engines, kept for the next request.
 #[derive(Default)]
 pub(crate) struct Fabric {
     idle: Mutex<HashMap<Peer, Vec<Connection>>>,
@@ -148,6 +179,27 @@ pub(crate) struct Fabric {
 impl Fabric {
     /// Fetches the KV that `take` describes from the engine at `host:port`.
     pub(crate) async fn take(&self, host: &str, port: u16, take: &Take) -> Result<Kv, NoKv> {
+        match self.ask(host, port, &Ask::Take(take.clone())).await? {
+            // The text comes from the KV that was handed over, not from what the decode engine read by itself.
+            Given::Kv { prompt, tokens } => Ok(Kv { prompt: Prompt { digest: prompt, tokens }, rank: None }),
+            Given::Done => Err(NoKv::Refused("not an answer to this".to_owned())),
+            Given::Refused { wrong_engine: true, .. } => Err(NoKv::WrongEngine),
+            Given::Refused { reason, .. } => Err(NoKv::Refused(reason)),
+        }
+    }
+
+    /// Pushes KV to the engine at `host:port`; false when it did not take it.
+    pub(crate) async fn push(&self, host: &str, port: u16, key: &Key, prompt: Prompt) -> bool {
+        let push = Ask::Push { key: key.clone(), prompt: prompt.digest, tokens: prompt.tokens };
+        matches!(self.ask(host, port, &push).await, Ok(Given::Done))
+    }
+
+    /// Whether an engine listens at `host:port`.
+    pub(crate) async fn hello(&self, host: &str, port: u16) -> bool {
+        matches!(self.ask(host, port, &Ask::Hello).await, Ok(Given::Done))
+    }
+
+    async fn ask(&self, host: &str, port: u16, ask: &Ask) -> Result<Given, NoKv> {
         let unreachable = |error: io::Error| NoKv::Unreachable(error.to_string());
         let peer = (host.trim_start_matches('[').trim_end_matches(']').to_owned(), port);
         let mut stream = match self.reuse(&peer) {
@@ -158,11 +210,11 @@ impl Fabric {
                 BufReader::new(stream)
             }
         };
-        write_line(&mut stream, take).await.map_err(unreachable)?;
+        write_line(&mut stream, ask).await.map_err(unreachable)?;
         let line = read_line(&mut stream)
             .await
             .map_err(unreachable)?
-            .ok_or_else(|| NoKv::Unreachable("the prefill engine closed".to_owned()))?;
+            .ok_or_else(|| NoKv::Unreachable("the other engine closed".to_owned()))?;
         let given =
             serde_json::from_str(&line).map_err(|error| NoKv::Unreachable(format!("not an engine: {error}")))?;
         let mut idle = self.idle.lock();
@@ -170,12 +222,7 @@ impl Fabric {
         if streams.len() < IDLE_PER_PEER {
             streams.push(stream);
         }
-        match given {
-            // The text comes from the KV that was handed over, not from what the decode engine read by itself.
-            Given::Kv { prompt, tokens } => Ok(Kv { prompt: Prompt { digest: prompt, tokens }, rank: None }),
-            Given::Refused { wrong_engine: true, .. } => Err(NoKv::WrongEngine),
-            Given::Refused { reason, .. } => Err(NoKv::Refused(reason)),
-        }
+        Ok(given)
     }
 
     /// An idle connection that its peer has not closed.

@@ -26,7 +26,7 @@ pub(crate) enum Key {
     Room(u64),
     /// vLLM NIXL `remote_request_id`.
     Request(String),
-    /// vLLM Mooncake `transfer_id`.
+    /// vLLM Mooncake or MoRI-IO `transfer_id`.
     Transfer(String),
 }
 

@@ -17,7 +17,7 @@ struct Arguments {
     /// Its part in disaggregated serving
     #[arg(long, value_enum, default_value = "regular")]
     role: Role,
-    /// vLLM's KV connector: none, nixl, mooncake, or any other connector's name
+    /// vLLM's KV connector: none, nixl, mooncake, moriio-read, moriio-write, or any other connector's name
     #[arg(long, default_value = "none")]
     connector: Connector,
     /// HTTP port; 0 takes a free one

@@ -1,4 +1,4 @@
-//! vLLM 0.32: OpenAI routes, NIXL and Mooncake handoffs, metrics.
+//! vLLM 0.32: OpenAI routes, NIXL, Mooncake and MoRI-IO handoffs, metrics.
 //!
 //! What the engine does with handoff fields:
 //! - NIXL prefill (`do_remote_decode`): holds the KV when the answer ends by its token limit and names it in
@@ -6,8 +6,10 @@
 //! - NIXL decode (`do_remote_prefill`): fetches from the address it is given; a failure is a 500; fields that are
 //!   missing kill the engine, as an assertion does in the real one;
 //! - Mooncake: the same by `transfer_id`, found through the prefill's bootstrap server, and decode may come first;
+//! - MoRI-IO: see [`moriio`];
 //! - without them, or without a connector that knows them, the prompt is computed here, and the metrics say so.
 
+mod moriio;
 mod probes;
 mod write;
 
@@ -83,15 +85,12 @@ async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
         let message = format!("The model `{}` does not exist.", job.model.trim_matches('"'));
         return Reply::json(404, error(404, &message, Some("model")));
     }
+    if let Connector::MoriioRead | Connector::MoriioWrite = settings.connector {
+        return moriio::generate(core, &object, job).await;
+    }
     let handoff = match Handoff::read(core, &object, &job) {
         Ok(handoff) => handoff,
-        Err(Unusable::Request(message)) => return bad_request(&message),
-        Err(Unusable::Fatal) => {
-            let message = "EngineCore encountered an issue. See stack trace (above) for the root cause.";
-            let mut reply = Reply::json(500, error(500, message, None));
-            reply.fatal = true;
-            return reply;
-        }
+        Err(unusable) => return unusable.reply(),
     };
     let job = Arc::new(job);
     let work = work(Arc::clone(core), Arc::clone(&job), handoff);
@@ -134,6 +133,33 @@ enum Unusable {
     Fatal,
 }
 
+impl Unusable {
+    fn reply(self) -> Reply {
+        match self {
+            Unusable::Request(message) => bad_request(&message),
+            Unusable::Fatal => {
+                let message = "EngineCore encountered an issue. See stack trace (above) for the root cause.";
+                let mut reply = Reply::json(500, error(500, message, None));
+                reply.fatal = true;
+                reply
+            }
+        }
+    }
+}
+
+/// A prefill whose KV another engine will have gives one whole answer.
+fn check_hold(job: &Job) -> Result<(), Unusable> {
+    if job.stream {
+        return Err(Unusable::Request("do_remote_decode needs an answer that is not streamed".to_owned()));
+    }
+    if job.n() > 1 {
+        return Err(Unusable::Request(
+            "do_remote_decode needs n=1, one KV transfer cannot serve several samples".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
 impl From<String> for Unusable {
     fn from(message: String) -> Self {
         Unusable::Request(message)
@@ -150,14 +176,7 @@ impl Handoff {
         let fetch = params.flag("do_remote_prefill")?;
         let hold = params.flag("do_remote_decode")?;
         if hold {
-            if job.stream {
-                return Err(Unusable::Request("do_remote_decode needs an answer that is not streamed".to_owned()));
-            }
-            if job.n() > 1 {
-                return Err(Unusable::Request(
-                    "do_remote_decode needs n=1, one KV transfer cannot serve several samples".to_owned(),
-                ));
-            }
+            check_hold(job)?;
         }
         let first = job.samples.first().map_or(0, |prompt| prompt.digest);
         match connector {

@@ -19,9 +19,8 @@ use smallvec::SmallVec;
 use crate::field::Field;
 use crate::json;
 
-/// The routes that run a prefill and a decode leg.
+/// The routes that lead to engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Route {
     /// OpenAI chat completions.
     ChatCompletions,
@@ -29,15 +28,57 @@ pub enum Route {
     Completions,
     /// SGLang's native generation.
     Generate,
+    /// Anthropic messages.
+    Messages,
+    /// OpenAI responses.
+    Responses,
+    /// Reranking.
+    Rerank,
+    /// Token counting of Anthropic messages: generates nothing.
+    CountTokens,
+    /// Embeddings: there is nothing to decode.
+    Embeddings,
+    /// Classification: there is nothing to decode.
+    Classify,
+}
+
+/// Which workers can serve a route.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Legs {
+    /// A prefill and a decode, or one regular worker.
+    Pair,
+    /// One prefill, or one regular worker.
+    PrefillOnly,
+    /// One regular worker.
+    RegularOnly,
 }
 
 impl Route {
+    /// Every route, in declaration order.
+    pub const ALL: [Route; 9] = [
+        Self::ChatCompletions,
+        Self::Completions,
+        Self::Generate,
+        Self::Messages,
+        Self::Responses,
+        Self::Rerank,
+        Self::CountTokens,
+        Self::Embeddings,
+        Self::Classify,
+    ];
+
     /// The path, the same at the gateway and at the engine.
     pub const fn path(self) -> &'static str {
         match self {
             Self::ChatCompletions => "/v1/chat/completions",
             Self::Completions => "/v1/completions",
             Self::Generate => "/generate",
+            Self::Messages => "/v1/messages",
+            Self::Responses => "/v1/responses",
+            Self::Rerank => "/v1/rerank",
+            Self::CountTokens => "/v1/messages/count_tokens",
+            Self::Embeddings => "/v1/embeddings",
+            Self::Classify => "/v1/classify",
         }
     }
 
@@ -47,7 +88,25 @@ impl Route {
             Self::ChatCompletions => "chat",
             Self::Completions => "completions",
             Self::Generate => "generate",
+            Self::Messages => "messages",
+            Self::Responses => "responses",
+            Self::Rerank => "rerank",
+            Self::CountTokens | Self::Embeddings | Self::Classify => "other",
         }
+    }
+
+    /// Which workers can serve it.
+    pub const fn legs(self) -> Legs {
+        match self {
+            Self::CountTokens => Legs::PrefillOnly,
+            Self::Embeddings | Self::Classify => Legs::RegularOnly,
+            _ => Legs::Pair,
+        }
+    }
+
+    /// Whether its errors and events have the shape of Anthropic's API.
+    pub const fn is_anthropic(self) -> bool {
+        matches!(self, Self::Messages | Self::CountTokens)
     }
 }
 
@@ -236,17 +295,18 @@ impl ClientBody {
                 }
                 _ => false,
             },
+            _ => false,
         }
     }
 
-    /// What the route's prompt field holds. Chat messages are one prompt.
+    /// What the route's prompt field holds. Messages are one prompt.
     pub fn prompt(&self) -> Prompt {
         match self.route {
-            Route::ChatCompletions => Prompt::One,
             Route::Completions => self.value(Field::Prompt).map_or(Prompt::Other, prompt_shape),
             Route::Generate => {
                 self.value(Field::InputIds).or_else(|| self.value(Field::Text)).map_or(Prompt::Other, prompt_shape)
             }
+            _ => Prompt::One,
         }
     }
 
@@ -272,12 +332,24 @@ impl ClientBody {
     }
 
     /// The text that content-based policies look at: chat message texts (reasoning included) joined by single spaces,
-    /// the first prompt of a completion, `text` of `/generate`; empty when there is none, as with token ids.
+    /// the first prompt of a completion, `text` of `/generate`, system and text blocks of messages, the input of a
+    /// response, the query of a reranking; empty when there is none, as with token ids.
     ///
     /// Computed on every call; only policies that need it should ask.
     pub fn routing_text(&self) -> Cow<'_, str> {
         match self.route {
-            Route::ChatCompletions => Cow::Owned(self.value(Field::Messages).map(chat_text).unwrap_or_default()),
+            Route::ChatCompletions => Cow::Owned(joined(&[self.value(Field::Messages).map(chat_text)])),
+            Route::Messages | Route::CountTokens => {
+                let system = self.value(Field::System).map(content_text);
+                Cow::Owned(joined(&[system, self.value(Field::Messages).map(chat_text)]))
+            }
+            Route::Responses => {
+                let input = self.value(Field::Input);
+                let text = input.map(|raw| if raw.starts_with('[') { chat_text(raw) } else { content_text(raw) });
+                Cow::Owned(joined(&[self.value(Field::Instructions).map(content_text), text]))
+            }
+            Route::Rerank => self.value(Field::Query).and_then(json::string).unwrap_or_default(),
+            Route::Embeddings | Route::Classify => self.value(Field::Input).and_then(first_text).unwrap_or_default(),
             Route::Completions => self.value(Field::Prompt).and_then(first_text).unwrap_or_default(),
             Route::Generate => self.value(Field::Text).and_then(first_text).unwrap_or_default(),
         }
@@ -314,8 +386,20 @@ fn first_text(raw: &str) -> Option<Cow<'_, str>> {
     first.and_then(json::string)
 }
 
-fn chat_text(messages: &str) -> String {
+/// The non-empty ones, joined by single spaces.
+fn joined(texts: &[Option<String>]) -> String {
+    let texts = texts.iter().flatten().filter(|text| !text.is_empty()).map(String::as_str);
+    texts.collect::<Vec<_>>().join(" ")
+}
+
+/// A string, or the texts of a list of content parts.
+fn content_text(raw: &str) -> String {
     let mut text = String::new();
+    add_content(&mut text, raw);
+    text
+}
+
+fn add_content(text: &mut String, raw: &str) {
     let mut add = |raw: &str| {
         if let Some(piece) = json::string(raw).filter(|piece| !piece.is_empty()) {
             if !text.is_empty() {
@@ -324,18 +408,22 @@ fn chat_text(messages: &str) -> String {
             text.push_str(&piece);
         }
     };
+    if !raw.starts_with('[') {
+        return add(raw);
+    }
+    let _ = json::each_element(raw, |part| {
+        if let Some(piece) = json::member(part, "text") {
+            add(piece);
+        }
+    });
+}
+
+fn chat_text(messages: &str) -> String {
+    let mut text = String::new();
     let _ = json::each_element(messages, |message| {
         for name in ["content", "reasoning_content", "reasoning"] {
-            match json::member(message, name) {
-                Some(parts) if parts.starts_with('[') => {
-                    let _ = json::each_element(parts, |part| {
-                        if let Some(text) = json::member(part, "text") {
-                            add(text);
-                        }
-                    });
-                }
-                Some(content) => add(content),
-                None => {}
+            if let Some(content) = json::member(message, name) {
+                add_content(&mut text, content);
             }
         }
     });

@@ -59,12 +59,22 @@ fields! {
     MaxTokens = "max_tokens",
     /// Output cap of newer chat requests.
     MaxCompletionTokens = "max_completion_tokens",
+    /// Output cap of responses.
+    MaxOutputTokens = "max_output_tokens",
     /// Prompt of a completion: text, texts, token ids or lists of token ids.
     Prompt = "prompt",
     /// Prompts of a completion as embeddings: one, or a list.
     PromptEmbeds = "prompt_embeds",
     /// Chat messages.
     Messages = "messages",
+    /// System prompt of Anthropic messages.
+    System = "system",
+    /// Input of a response, an embedding or a classification.
+    Input = "input",
+    /// System prompt of a response.
+    Instructions = "instructions",
+    /// Query of a reranking.
+    Query = "query",
     /// Prompt of SGLang's `/generate` as token ids.
     InputIds = "input_ids",
     /// Prompt of SGLang's `/generate` as text.

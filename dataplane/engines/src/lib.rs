@@ -17,7 +17,7 @@ pub mod sglang;
 pub mod splice;
 pub mod vllm;
 
-pub use body::{BodyError, ClientBody, Prompt, Route};
+pub use body::{BodyError, ClientBody, Legs, Prompt, Route};
 pub use field::{Field, HANDOFF_FIELDS};
 pub use smg_fleet::policy::ClientHandoffFields;
 pub use splice::{Edits, SplicedBody};

@@ -193,7 +193,9 @@ pub(crate) fn prefill_edits(body: &ClientBody, client_fields: ClientHandoffField
     // vLLM refuses a request whose minimum lies above its cap.
     edits.remove(Field::MinTokens);
     let newer_cap = body.route() == Route::ChatCompletions && body.value(Field::MaxCompletionTokens).is_some();
-    if newer_cap {
+    if body.route() == Route::Responses {
+        edits.set(Field::MaxOutputTokens, Bytes::from_static(b"1"));
+    } else if newer_cap {
         edits.set(Field::MaxCompletionTokens, Bytes::from_static(b"1"));
         edits.remove(Field::MaxTokens);
     } else {

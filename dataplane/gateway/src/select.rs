@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use smallvec::SmallVec;
+use smg_engines::Legs;
 use smg_fleet::WorkerId;
 use smg_policies::{Candidate, Policy, RequestView};
 use thiserror::Error;
@@ -24,6 +25,9 @@ pub enum SelectError {
     /// A leg has workers, and none of them is available.
     #[error("No available servers: No available {0} workers (all circuits open or unhealthy)")]
     Unavailable(&'static str),
+    /// Nobody can answer without a second leg.
+    #[error("No prefill servers available")]
+    NoPrefillServers,
     /// Workers are available, but none of a prefill's partners is.
     #[error("No available servers: No available decode workers that can pair with an available prefill worker")]
     NoPartner,
@@ -122,6 +126,35 @@ pub fn select(
         return Err(why_nothing(pool, prefills.is_empty()));
     }
     select_pair(pool, tried, &prefills, &decodes, entropy)
+}
+
+/// Picks and claims one worker for a route that has no second leg.
+///
+/// # Errors
+/// When nothing can be picked, and why.
+pub fn select_one(
+    pool: &ModelPool,
+    legs: Legs,
+    tried: &Tried,
+    mut entropy: impl FnMut() -> u64,
+    exclusions: &mut Vec<Exclusion>,
+) -> Result<Selection, SelectError> {
+    let regulars = available(pool.regulars.iter(), exclusions);
+    if !regulars.is_empty() || legs == Legs::RegularOnly {
+        return select_regular(pool, tried, &regulars, entropy);
+    }
+    let mut prefills = available(pool.prefills.iter().map(|entry| &entry.worker), exclusions);
+    // The policy of whole requests, not that of the prefill leg: no KV cache is built.
+    while !prefills.is_empty() {
+        let workers = prefills.iter().map(|index| &pool.prefills[*index].worker);
+        let picked = pick(&*pool.policies.regular, workers, pool, entropy());
+        let Some(index) = prefills.get(picked).copied() else { break };
+        if let Some(claim) = pool.prefills[index].worker.claim() {
+            return Ok(Selection::Regular(claim));
+        }
+        prefills.remove(picked);
+    }
+    Err(SelectError::NoPrefillServers)
 }
 
 fn select_regular(

@@ -28,7 +28,7 @@ use http::{HeaderMap, Response, StatusCode};
 use hyper::body::Incoming;
 use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_code};
 use smg_engines::vllm::Connector;
-use smg_engines::{ClientBody, Route};
+use smg_engines::{ClientBody, Legs, Route};
 use smg_fleet::policy::ClientHandoffFields;
 use smg_fleet::{Runtime, WorkerId};
 use smg_telemetry::ROUTERS;
@@ -110,6 +110,7 @@ impl LegCodes {
     const DECODE: Self = Self { transport: "decode_request_failed", status: decode_code };
     const PARALLEL_PREFILL: Self = Self { transport: "prefill_request_failed", status: parallel_prefill_code };
     const SEQUENTIAL_PREFILL: Self = Self { transport: "prefill_request_failed", status: |_| PREFILL_UPSTREAM_ERROR };
+    const LONE_PREFILL: Self = Self { transport: "prefill_count_tokens_failed", status: |_| PREFILL_UPSTREAM_ERROR };
     const REGULAR: Self = Self { transport: "worker_request_failed", status: |_| "worker_upstream_error" };
 }
 
@@ -191,6 +192,9 @@ pub async fn serve(core: &Arc<Core>, request: Inbound) -> Response<Body> {
         Lookup::NoWorkers => return GatewayError::Select(SelectError::Empty("prefill")).into_response(),
     };
     drop(table);
+    if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() {
+        return GatewayError::NotForPairs(request.route.path()).into_response();
+    }
     let record = Record {
         request_id: request.request_id.clone(),
         arrived_at_unix_ms: smg_net::unix_millis(),
@@ -212,8 +216,10 @@ async fn run_attempts(
     decision: Decision,
 ) -> Response<Body> {
     let deadline = Instant::from_std(request.arrived) + core.options.request_timeout;
-    let attempts = pool.settings.retry.attempts;
-    let only_regular = pool.prefills.is_empty() && pool.decodes.is_empty() && !pool.regulars.is_empty();
+    // Counting tokens is cheap to ask again: the client may.
+    let attempts = if request.route == Route::CountTokens { 1 } else { pool.settings.retry.attempts };
+    let only_regular = request.route.legs() == Legs::RegularOnly
+        || pool.prefills.is_empty() && pool.decodes.is_empty() && !pool.regulars.is_empty();
     let mut scope = Some(open_scope(
         core,
         request,
@@ -232,7 +238,11 @@ async fn run_attempts(
             }
         }
         let mut excluded = Vec::new();
-        let selection = match select::select(&pool, &tried, rand::random, &mut excluded) {
+        let selected = match request.route.legs() {
+            Legs::Pair => select::select(&pool, &tried, rand::random, &mut excluded),
+            legs => select::select_one(&pool, legs, &tried, rand::random, &mut excluded),
+        };
+        let selection = match selected {
             Ok(selection) => selection,
             Err(error) => {
                 note_refusal(&decision, &pool, &error, excluded);

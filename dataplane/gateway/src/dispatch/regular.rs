@@ -1,8 +1,9 @@
-//! Regular dispatch: one worker serves the whole request.
+//! Regular dispatch: one worker serves the whole request. Token counting is one too: a prefill can do it alone.
 
 use axum::body::Body;
 use http::Response;
 use smg_engines::regular;
+use smg_fleet::WorkerType;
 
 use super::leg::LegBody;
 use super::scope::Scope;
@@ -16,7 +17,8 @@ pub(super) async fn run(
 ) -> Result<Response<Body>, Failed> {
     let body = regular::leg(&job.request.body, job.client_fields, worker.worker().dp_rank);
     job.note(|attempt, now| attempt.decode_sent_ms = Some(now));
-    let response = job.send(&mut worker, LegBody::Spliced(body, None), LegCodes::REGULAR).await?;
+    let codes = if worker.worker().role() == WorkerType::Prefill { LegCodes::LONE_PREFILL } else { LegCodes::REGULAR };
+    let response = job.send(&mut worker, LegBody::Spliced(body, None), codes).await?;
     job.note(|attempt, now| attempt.decode_head_ms = Some(now));
     Ok(respond::relay(job, response, worker, scope.take(), false, Vec::new()))
 }

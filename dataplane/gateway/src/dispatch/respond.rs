@@ -16,7 +16,7 @@ use super::scope::Scope;
 use crate::core::Core;
 use crate::fleet::worker::InFlight;
 use crate::front::error::mark;
-use crate::relay::{Ended, OnEnd, Relay};
+use crate::relay::{Dialect, Ended, OnEnd, Relay};
 use crate::resilience::breaker::Verdict;
 
 /// Names the worker whose output this is.
@@ -109,7 +109,8 @@ pub(super) fn relay(
     let served =
         Served { core: Arc::clone(job.core), claim, scope, status: head.status, attempt: job.attempt, first_output };
     let keep_alive = Some(job.core.options.sse_keep_alive);
-    let relay = Relay::new(upstream, events, job.deadline, keep_alive, served);
+    let dialect = if job.request.route.is_anthropic() { Dialect::Anthropic } else { Dialect::OpenAi };
+    let relay = Relay::new(upstream, events.then_some(dialect), job.deadline, keep_alive, served);
     let mut response = Response::new(Body::new(relay));
     *response.status_mut() = head.status;
     *response.headers_mut() = headers;
@@ -132,7 +133,7 @@ pub(super) fn pass_error_through(
 ) -> Response<Body> {
     let (head, upstream) = response.into_parts();
     let deadline = deadline.min(Instant::now() + Duration::from_secs(60));
-    let relay = Relay::new(upstream, false, deadline, None, Nothing);
+    let relay = Relay::new(upstream, None, deadline, None, Nothing);
     let mut response = Response::new(Body::new(relay));
     *response.status_mut() = head.status;
     *response.headers_mut() = relay_headers(&head.headers);

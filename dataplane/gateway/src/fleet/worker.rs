@@ -155,7 +155,8 @@ pub struct RoutedWorker {
     pub dp_rank: Option<u32>,
     /// Breaker settings of this worker.
     pub breaker: BreakerSettings,
-    routes: [Uri; 3],
+    /// Request targets, in the order of [`Route::ALL`].
+    routes: Vec<Uri>,
     requests: IntCounter,
 }
 
@@ -169,7 +170,7 @@ impl RoutedWorker {
     ) -> Option<Self> {
         let url = record.url().ok()?;
         let target = |route: Route| format!("{}{}", url.as_str(), route.path()).parse::<Uri>().ok();
-        let routes = [target(Route::ChatCompletions)?, target(Route::Completions)?, target(Route::Generate)?];
+        let routes = Route::ALL.into_iter().map(target).collect::<Option<Vec<_>>>()?;
         let bootstrap_host = sglang::bootstrap_host(url.as_str())?;
         let spec = &record.spec;
         let mooncake = MooncakePeer::resolve(
@@ -216,12 +217,7 @@ impl RoutedWorker {
 
     /// The request target of a route.
     pub fn target(&self, route: Route) -> Uri {
-        match route {
-            Route::ChatCompletions => self.routes[0].clone(),
-            Route::Completions => self.routes[1].clone(),
-            Route::Generate => self.routes[2].clone(),
-            other => format!("{}{}", self.url.as_str(), other.path()).parse().unwrap_or_default(),
-        }
+        self.routes.get(route as usize).cloned().unwrap_or_default()
     }
 
     /// Why it gets no request now; `None` = available.

@@ -65,6 +65,9 @@ pub enum GatewayError {
         /// What happened.
         error: LegError,
     },
+    /// Only regular workers could serve the route, and the model has none.
+    #[error("{0} is not supported in prefill/decode mode: the model has no regular worker")]
+    NotForPairs(&'static str),
     /// No such route.
     #[error("Invalid URL ({0} {1})")]
     UnknownUrl(String, String),
@@ -86,6 +89,7 @@ impl GatewayError {
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Select(_) | Self::MoriioPair | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NotForPairs(_) => StatusCode::NOT_IMPLEMENTED,
             Self::MoriioRequest(refusal) => refusal.status(),
             Self::MoriioHandoff(_) => StatusCode::BAD_GATEWAY,
             Self::Leg { error, .. } => error.status(),
@@ -103,12 +107,14 @@ impl GatewayError {
             Self::ModelNotFound(_) => "model_not_found",
             Self::ModelRequired => "missing_required_parameter",
             Self::Select(SelectError::Incompatible(_)) => "no_compatible_pd_pair",
+            Self::Select(SelectError::NoPrefillServers) => "no_prefill_servers",
             Self::Select(_) => "no_available_workers",
             Self::Unsupported(error) => error.code(),
             Self::MoriioPair => "moriio_pair_misconfigured",
             Self::MoriioRequest(refusal) => refusal.code(),
             Self::MoriioHandoff(_) => "moriio_handoff_invalid",
             Self::Leg { code, .. } => code,
+            Self::NotForPairs(_) => "pd_route_unsupported",
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",
             Self::NoModels => "no_models_available",
@@ -158,6 +164,30 @@ pub fn envelope(status: StatusCode, code: &'static str, message: &str) -> Respon
     *response.status_mut() = status;
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     mark(&mut response, code);
+    response.extensions_mut().insert(OwnWords(message.to_owned()));
+    response
+}
+
+/// The message of an error that the gateway answers itself.
+#[derive(Debug, Clone)]
+struct OwnWords(String);
+
+/// Gives an error of the gateway the shape of Anthropic's API. Whatever an engine answered stays as it is.
+pub fn in_anthropic_shape(mut response: Response<Body>, request_id: &str) -> Response<Body> {
+    let Some(OwnWords(message)) = response.extensions_mut().remove::<OwnWords>() else { return response };
+    let kind = match response.status().as_u16() {
+        401 => "authentication_error",
+        403 => "permission_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 | 529 => "overloaded_error",
+        504 => "timeout_error",
+        500..=599 => "api_error",
+        _ => "invalid_request_error",
+    };
+    let error = json!({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id});
+    *response.body_mut() = Body::from(error.to_string());
     response
 }
 

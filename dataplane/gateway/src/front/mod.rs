@@ -1,6 +1,7 @@
 //! The client edge: routes, request bodies, request ids, probes, and the one mapper from errors to responses.
 
 pub mod admin;
+mod engines;
 pub mod error;
 mod infer;
 mod intake;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::middleware;
 use axum::routing::{any, get, post};
 use http::{Method, Response};
@@ -35,12 +36,10 @@ pub struct Front {
 pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
     let front = Front { core, link };
     let mut router = Router::new();
-    for route in [Route::ChatCompletions, Route::Completions, Route::Generate] {
+    for route in Route::ALL {
         router = router.route(
             route.path(),
-            post(move |state: axum::extract::State<Front>, request: Request| {
-                infer::handle(state.0.core, route, request)
-            }),
+            post(move |state: State<Front>, request: Request| infer::handle(state.0.core, route, request)),
         );
     }
     router
@@ -48,6 +47,16 @@ pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
         .route("/liveness", get(probes::alive))
         .route("/readiness", get(probes::readiness))
         .route("/v1/models", get(probes::models))
+        .route("/v1/models/{*id}", get(probes::model))
+        .route(
+            "/rerank",
+            post(|state: State<Front>, request: Request| infer::handle(state.0.core, Route::Rerank, request)),
+        )
+        .route("/get_server_info", get(engines::server_info))
+        .route("/get_model_info", get(engines::model_info))
+        .route("/health_generate", get(engines::health_generate))
+        .route("/engine_metrics", get(engines::metrics))
+        .route("/flush_cache", post(engines::flush_cache))
         .route("/fleet/decisions", get(probes::decisions))
         .route("/workers", any(admin::forward))
         .route("/workers/{id}", any(admin::forward))

@@ -11,11 +11,11 @@ use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use bytes::Bytes;
-use http::{HeaderValue, Method, Response};
+use http::{HeaderValue, Method, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use smg_telemetry::Metrics;
 
-use super::error::ErrorCode;
+use super::error::{ErrorCode, in_anthropic_shape};
 use super::{Front, request_id};
 
 /// The id of a request, as an extension of it.
@@ -36,7 +36,14 @@ pub(super) async fn observe(State(front): State<Front>, mut request: Request, ne
     metrics.http_requests.with_label_values(&[method, &path]).inc();
     let active = Active::new(metrics, method, path);
 
+    let anthropic_path = request.uri().path().starts_with("/v1/messages");
+    let anthropic_client = request.headers().contains_key("anthropic-version");
+
     let mut response = next.run(request).await;
+
+    if anthropic_path || (anthropic_client && response.status() == StatusCode::NOT_FOUND) {
+        response = in_anthropic_shape(response, &id);
+    }
 
     let status = response.status();
     let code = response.extensions().get::<ErrorCode>().map_or("", |code| code.0);

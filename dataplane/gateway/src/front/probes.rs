@@ -1,8 +1,8 @@
 //! Probes, the model list, and decision records.
 
 use axum::body::Body;
-use axum::extract::{Query, State};
-use http::{HeaderValue, Response, StatusCode, header};
+use axum::extract::{Path, Query, State};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -58,18 +58,40 @@ pub(super) async fn readiness(State(front): State<Front>) -> Response<Body> {
     json_response(status, &body)
 }
 
-/// `GET /v1/models`: the models of all registered workers.
-pub(super) async fn models(State(front): State<Front>) -> Response<Body> {
-    let table = front.core.table.load();
-    let entry = |id: &str| json!({"id": id, "object": "model", "created": 0, "owned_by": "self_hosted"});
-    let mut data: Vec<Value> = table.models().map(|id| entry(id)).collect();
-    if data.is_empty() && table.has_wildcard() {
-        data.push(entry(UNKNOWN_MODEL));
+fn model_entry(id: &str, anthropic: bool) -> Value {
+    if anthropic {
+        return json!({"type": "model", "id": id, "display_name": id, "created_at": "1970-01-01T00:00:00Z"});
     }
-    if data.is_empty() {
+    json!({"id": id, "object": "model", "created": 0, "owned_by": "self_hosted"})
+}
+
+/// `GET /v1/models`: the models of all registered workers, in the shape of the client's API.
+pub(super) async fn models(State(front): State<Front>, headers: HeaderMap) -> Response<Body> {
+    let table = front.core.table.load();
+    let anthropic = headers.contains_key("anthropic-version");
+    let mut ids: Vec<&str> = table.models().map(AsRef::as_ref).collect();
+    if ids.is_empty() && table.has_wildcard() {
+        ids.push(UNKNOWN_MODEL);
+    }
+    if ids.is_empty() {
         return GatewayError::NoModels.into_response();
     }
-    json_response(StatusCode::OK, &json!({"object": "list", "data": data}))
+    let data: Vec<Value> = ids.iter().map(|id| model_entry(id, anthropic)).collect();
+    let list = if anthropic {
+        json!({"data": data, "has_more": false, "first_id": ids.first(), "last_id": ids.last()})
+    } else {
+        json!({"object": "list", "data": data})
+    };
+    json_response(StatusCode::OK, &list)
+}
+
+/// `GET /v1/models/{id}`: one of them, by its id.
+pub(super) async fn model(State(front): State<Front>, Path(id): Path<String>, headers: HeaderMap) -> Response<Body> {
+    let table = front.core.table.load();
+    if !table.models().any(|known| **known == *id) {
+        return GatewayError::ModelNotFound(id).into_response();
+    }
+    json_response(StatusCode::OK, &model_entry(&id, headers.contains_key("anthropic-version")))
 }
 
 /// Query of `GET /fleet/decisions`.

@@ -24,6 +24,42 @@ use sse::Scanner;
 /// How long an engine may keep its connection open after the end marker before the response ends without it.
 const AFTER_DONE: Duration = Duration::from_secs(1);
 
+/// Whose manner of events a stream has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Dialect {
+    /// `data:` lines, ended by `[DONE]`.
+    #[default]
+    OpenAi,
+    /// Named events without an end marker.
+    Anthropic,
+}
+
+impl Dialect {
+    /// What keeps a silent stream alive.
+    fn keep_alive(self) -> &'static [u8] {
+        match self {
+            Dialect::OpenAi => b": ping\n\n",
+            Dialect::Anthropic => b"event: ping\ndata: {\"type\":\"ping\"}\n\n",
+        }
+    }
+
+    /// The last event of a broken stream.
+    fn error_event(self, message: &str, at_boundary: bool) -> Bytes {
+        // An event cut in half is ended first, so that ours stands on lines of its own.
+        let lead = if at_boundary { "" } else { "\n\n" };
+        Bytes::from(match self {
+            Dialect::OpenAi => {
+                let error = json!({"error": {"message": message, "type": "stream_error"}});
+                format!("{lead}data: {error}\n\ndata: [DONE]\n\n")
+            }
+            Dialect::Anthropic => {
+                let error = json!({"type": "error", "error": {"type": "api_error", "message": message}});
+                format!("{lead}event: error\ndata: {error}\n\n")
+            }
+        })
+    }
+}
+
 /// How a relayed body ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
@@ -52,6 +88,7 @@ pub trait OnEnd: Send + 'static {
 pub struct Relay<E: OnEnd> {
     upstream: Incoming,
     events: Option<Scanner>,
+    dialect: Dialect,
     output: bool,
     finished: bool,
     done: Option<Pin<Box<Sleep>>>,
@@ -61,15 +98,22 @@ pub struct Relay<E: OnEnd> {
 }
 
 impl<E: OnEnd> Relay<E> {
-    /// Forwards `upstream` until `deadline`. `events` = the body is a stream of server-sent events, kept alive with a comment after
+    /// Forwards `upstream` until `deadline`. `events` = the body is a stream of server-sent events of this dialect, kept alive after
     /// `keep_alive` of silence.
-    pub fn new(upstream: Incoming, events: bool, deadline: Instant, keep_alive: Option<Duration>, on_end: E) -> Self {
+    pub fn new(
+        upstream: Incoming,
+        events: Option<Dialect>,
+        deadline: Instant,
+        keep_alive: Option<Duration>,
+        on_end: E,
+    ) -> Self {
         let keep_alive = keep_alive
-            .filter(|period| events && !period.is_zero())
+            .filter(|period| events.is_some() && !period.is_zero())
             .map(|period| (period, Box::pin(tokio::time::sleep(period))));
         Self {
             upstream,
-            events: events.then(Scanner::default),
+            events: events.map(|_| Scanner::default()),
+            dialect: events.unwrap_or_default(),
             output: false,
             finished: false,
             done: None,
@@ -88,7 +132,7 @@ impl<E: OnEnd> Relay<E> {
 
     /// Ends a broken body: an event for streams of events, an aborted body for the rest.
     fn break_off(&mut self, ended: Ended, message: &str) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
-        let frame = self.events.as_ref().map(|scanner| error_event(message, scanner.at_boundary()));
+        let frame = self.events.as_ref().map(|scanner| self.dialect.error_event(message, scanner.at_boundary()));
         self.end(ended);
         match frame {
             Some(frame) => Poll::Ready(Some(Ok(Frame::data(frame)))),
@@ -121,13 +165,6 @@ impl<E: OnEnd> Relay<E> {
 #[error("{0}")]
 pub struct BrokenBody(String);
 
-fn error_event(message: &str, at_boundary: bool) -> Bytes {
-    let error = json!({"error": {"message": message, "type": "stream_error"}});
-    // An event cut in half is ended first, so that ours stands on lines of its own.
-    let lead = if at_boundary { "" } else { "\n\n" };
-    Bytes::from(format!("{lead}data: {error}\n\ndata: [DONE]\n\n"))
-}
-
 impl<E: OnEnd + Unpin> Body for Relay<E> {
     type Data = Bytes;
     type Error = BrokenBody;
@@ -145,7 +182,7 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
                     if this.deadline.is_elapsed() {
                         return this.break_off(Ended::TimedOut, "Stream error: the request timed out");
                     }
-                    return Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b": ping\n\n")))));
+                    return Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(this.dialect.keep_alive())))));
                 }
             };
             match polled {

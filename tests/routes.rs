@@ -1,0 +1,164 @@
+//! Routes beside chat and completions: which legs they reach, with what, and what operators can ask engines.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use support::*;
+
+const ANSWER: &str = r#"{"answer":42}"#;
+
+/// A SGLang engine that also answers these paths.
+async fn sglang_with(role: Role, paths: &[&str]) -> MockEngine {
+    let mut builder = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL);
+    for path in paths {
+        builder = builder.override_path(*path, 200, ANSWER);
+    }
+    builder.start().await.unwrap()
+}
+
+fn requests_on(engine: &MockEngine, path: &str) -> Vec<Value> {
+    engine.requests().iter().filter(|seen| seen.path == path).map(|seen| seen.json()).collect()
+}
+
+#[tokio::test]
+async fn messages_responses_and_rerank_reach_both_legs_verbatim_with_a_rendezvous() {
+    let paths = ["/v1/messages", "/v1/responses", "/v1/rerank"];
+    let (prefill, decode) = (sglang_with(Role::Prefill, &paths).await, sglang_with(Role::Decode, &paths).await);
+    let smg = Smg::launch(&[]).await;
+    smg.register_pair(&prefill, &decode).await;
+    for path in paths {
+        let body = json!({"model": MODEL, "max_tokens": 0, "x_future": [1, null], "query": "q", "documents": ["d"]});
+        let answer = smg.post(path, &body).await;
+        assert_eq!((answer.status(), answer.text().await.unwrap().as_str()), (StatusCode::OK, ANSWER), "{path}");
+        for engine in [&prefill, &decode] {
+            let mut seen = requests_on(engine, path).pop().unwrap();
+            for field in ["bootstrap_host", "bootstrap_port", "bootstrap_room"] {
+                assert!(seen.as_object_mut().unwrap().remove(field).is_some(), "{path}: {field}");
+            }
+            assert_eq!(seen, body, "{path}");
+        }
+    }
+    assert_eq!(smg.post("/rerank", &json!({"model": MODEL, "query": "q"})).await.status(), StatusCode::OK);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn the_prefill_leg_of_a_response_is_capped_in_its_own_field() {
+    let engine = |role| async move {
+        let builder = MockEngine::builder().engine(Engine::Vllm).role(role).connector(Connector::Nixl).model(MODEL);
+        builder.override_path("/v1/responses", 200, ANSWER).start().await.unwrap()
+    };
+    let (prefill, decode) = (engine(Role::Prefill).await, engine(Role::Decode).await);
+    let smg = Smg::launch(&[]).await;
+    for (engine, role) in [(&prefill, "prefill"), (&decode, "decode")] {
+        smg.register(&spec_with(engine, role, json!({"kv_connector": "NixlConnector"}))).await;
+    }
+    let body = json!({"model": MODEL, "input": "hi", "max_output_tokens": 64, "max_tokens": 9, "stream": false});
+    assert_eq!(smg.post("/v1/responses", &body).await.status(), StatusCode::OK);
+    let seen = requests_on(&prefill, "/v1/responses").pop().unwrap();
+    assert_eq!((&seen["max_output_tokens"], &seen["max_tokens"]), (&json!(1), &json!(9)));
+    assert_eq!(requests_on(&decode, "/v1/responses").pop().unwrap(), body);
+}
+
+#[tokio::test]
+async fn counting_tokens_takes_one_prefill_and_no_decode() {
+    let path = "/v1/messages/count_tokens";
+    let (prefill, decode) = (sglang_with(Role::Prefill, &[path]).await, sglang_with(Role::Decode, &[path]).await);
+    let smg = Smg::launch(&[]).await;
+    smg.register_pair(&prefill, &decode).await;
+    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "bootstrap_room": 7});
+    let answer = smg.post(path, &body).await;
+    assert_eq!(answer.status(), StatusCode::OK);
+    assert_eq!(answer.headers()["x-smg-routed-worker-id"], prefill.url());
+    let mut expected = body.clone();
+    expected.as_object_mut().unwrap().remove("bootstrap_room");
+    assert_eq!(requests_on(&prefill, path), [expected]);
+    assert!(requests_on(&decode, path).is_empty());
+    prefill.stop().await;
+    let answer = smg.post(path, &body).await;
+    assert_eq!(answer.headers()["x-smg-error-code"], "prefill_count_tokens_failed");
+    let answer = smg.post(path, &body).await;
+    assert_eq!(
+        (answer.status(), &answer.headers()["x-smg-error-code"]),
+        (StatusCode::SERVICE_UNAVAILABLE, &"no_prefill_servers".parse().unwrap())
+    );
+}
+
+#[tokio::test]
+async fn errors_on_messages_have_the_shape_of_that_api() {
+    let smg = Smg::launch(&[]).await;
+    for (path, body, status, kind) in [
+        ("/v1/messages", "[]", 400, "invalid_request_error"),
+        ("/v1/messages", r#"{"model":"m"}"#, 503, "overloaded_error"),
+        ("/v1/messages/nothing", "{}", 404, "not_found_error"),
+    ] {
+        let answer = smg.post_bytes(path, body).await;
+        assert_eq!(answer.status().as_u16(), status, "{path}");
+        let request_id = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
+        assert!(answer.headers().contains_key("x-smg-error-code"));
+        let error: Value = answer.json().await.unwrap();
+        assert_eq!((&error["type"], &error["error"]["type"]), (&json!("error"), &json!(kind)), "{error}");
+        assert!(error["error"]["message"].is_string() && error["request_id"] == json!(request_id));
+    }
+}
+
+#[tokio::test]
+async fn embeddings_and_classification_need_a_regular_worker() {
+    let (smg, prefill, decode) = sglang_pair(&[]).await;
+    for path in ["/v1/embeddings", "/v1/classify"] {
+        let refused = smg.post(path, &json!({"model": MODEL, "input": "hi"})).await;
+        assert_eq!(refused.status(), StatusCode::NOT_IMPLEMENTED, "{path}");
+        let error: Value = refused.json().await.unwrap();
+        assert!(error["error"]["message"].as_str().unwrap().contains("prefill/decode mode"), "{error}");
+    }
+    assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 0));
+    let regular = sglang_with(Role::Regular, &["/v1/embeddings", "/v1/classify"]).await;
+    smg.register(&spec(&regular, "regular")).await;
+    for path in ["/v1/embeddings", "/v1/classify"] {
+        let served = smg.post(path, &json!({"model": MODEL, "input": "hi"})).await;
+        assert_eq!(served.text().await.unwrap(), ANSWER, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn models_are_listed_and_looked_up_in_the_shape_of_the_clients_api() {
+    let (smg, _prefill, _decode) = sglang_pair(&[]).await;
+    assert_eq!(smg.get_json(&format!("/v1/models/{MODEL}")).await["object"], "model");
+    let missing = smg.get("/v1/models/none").await;
+    assert_eq!(
+        (missing.status(), missing.headers()["x-smg-error-code"].to_str().unwrap()),
+        (StatusCode::NOT_FOUND, "model_not_found")
+    );
+    let request = smg.client.get(format!("{}/v1/models", smg.url)).header("anthropic-version", "2023-06-01");
+    let list: Value = request.send().await.unwrap().json().await.unwrap();
+    assert_eq!((&list["data"][0]["type"], &list["last_id"]), (&json!("model"), &json!(MODEL)));
+}
+
+#[tokio::test]
+async fn operators_can_ask_engines_through_the_gateway() {
+    let paths = ["/health_generate", "/flush_cache"];
+    let (prefill, decode) = (sglang_with(Role::Prefill, &paths).await, sglang_with(Role::Decode, &paths).await);
+    let smg = Smg::launch(&[]).await;
+    let refused = smg.get("/get_server_info").await;
+    assert_eq!(
+        (refused.status(), refused.headers()["x-smg-error-code"].to_str().unwrap()),
+        (StatusCode::SERVICE_UNAVAILABLE, "no_prefill_servers")
+    );
+    smg.register_pair(&prefill, &decode).await;
+    assert_eq!(smg.get("/get_server_info").await.status(), StatusCode::OK);
+    assert_eq!(smg.get("/get_model_info").await.status(), StatusCode::OK);
+    assert_eq!(smg.get("/health_generate").await.status(), StatusCode::OK);
+    let metrics = smg.get("/engine_metrics").await.text().await.unwrap();
+    for engine in [&prefill, &decode] {
+        assert!(metrics.contains(&format!("worker_addr=\"{}\"", engine.url())), "{metrics}");
+    }
+    let flushed = smg.client.post(format!("{}/flush_cache", smg.url)).send().await.unwrap();
+    assert_eq!(flushed.status(), StatusCode::OK);
+    assert_eq!(flushed.json::<Value>().await.unwrap()["workers_flushed"], 2);
+    decode.set_fault(Fault::path("/flush_cache").status(500, "{}"));
+    let flushed = smg.client.post(format!("{}/flush_cache", smg.url)).send().await.unwrap();
+    assert_eq!(flushed.status(), StatusCode::PARTIAL_CONTENT);
+    assert_eq!(flushed.json::<Value>().await.unwrap()["failed"][0]["worker"], decode.url());
+}

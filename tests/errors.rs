@@ -154,6 +154,11 @@ async fn unknown_routes_and_methods_are_named() {
         let message = refused(response, 405, "method_not_allowed").await;
         assert!(message.contains(method.as_str()), "{message}");
     }
+    let head = smg.client.head(format!("{}/generate", smg.url)).send().await.unwrap();
+    assert_eq!(
+        (head.status(), &head.headers()["x-smg-error-code"]),
+        (StatusCode::METHOD_NOT_ALLOWED, &"method_not_allowed".parse().unwrap())
+    );
     let removed = smg.client.delete(format!("{}/workers", smg.url)).send().await.unwrap();
     assert!(removed.headers().contains_key("allow"));
     admin_refused(removed, 405, "METHOD_NOT_ALLOWED").await;
@@ -387,4 +392,17 @@ async fn workers_that_lie_at_registration_do_no_harm() {
         }
     }
     smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_request_that_no_worker_could_ever_serve_leaves_a_record_too() {
+    let (smg, _prefill, _decode) = sglang_pair(&[]).await;
+    let mut body = chat();
+    body["model"] = json!("nobody-serves-this");
+    let request = smg.client.post(format!("{}{}", smg.url, INFERENCE[0])).header("x-request-id", "lost").json(&body);
+    refused(request.send().await.unwrap(), 404, "model_not_found").await;
+    let record = smg.decision("lost").await;
+    assert_eq!((&record["error_code"], &record["outcome"]), (&json!("model_not_found"), &json!("failed")));
+    assert_eq!(smg.metric("smg_router_request_errors_total", &[("error_type", "no_workers")]).await, 1.0);
+    assert!(!smg.metrics().await.contains("nobody-serves-this"));
 }

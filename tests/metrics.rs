@@ -58,8 +58,7 @@ const DOCUMENTED: &[(&str, &str, &[&str])] = &[
 ];
 
 /// Series of the documented table that only gRPC workers or impossible states move: present, and zero.
-const AT_REST: &[&str] =
-    &["smg_pd_bootstrap_failures_total", "smg_pd_admission_waits_total", "smg_pd_admission_sheds_total"];
+const AT_REST: &[&str] = &["smg_pd_admission_waits_total", "smg_pd_admission_sheds_total"];
 
 /// Bounds of the documented duration histograms, in seconds.
 const DURATION_BOUNDS: &[&str] = &[
@@ -197,6 +196,9 @@ async fn every_documented_series_of_http_serving_moves_under_its_documented_name
     let answer = r#"{"id":"x","object":"chat.completion","choices":[]}"#;
     nixl_prefill.set_fault(Fault::generation().status(200, answer).times(1));
     ask(for_model(chat(), "nixl"), 200).await;
+    // Samples that would share one rendezvous.
+    let shared = smg.post("/v1/completions", &json!({"model": MODEL, "prompt": "hi", "n": 2})).await;
+    assert_eq!(shared.status(), StatusCode::BAD_REQUEST);
     // A retry that succeeds, then attempts until the circuit is open.
     decode.set_fault(Fault::generation().status(500, "{}").times(1));
     ask(chat(), 200).await;
@@ -241,6 +243,8 @@ async fn every_documented_series_of_http_serving_moves_under_its_documented_name
     for name in AT_REST {
         assert_eq!((families[*name].kind.as_str(), families[*name].total), ("counter", 0.0), "{name}");
     }
+
+    assert_eq!(families["smg_pd_bootstrap_failures_total"].total, 1.0);
 
     let count = async |name: &str, labels: &[(&str, &str)]| smg.metric(name, labels).await;
     for (runtime, model, answers) in

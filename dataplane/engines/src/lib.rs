@@ -11,6 +11,7 @@ pub mod errors;
 pub mod field;
 pub mod headers;
 mod json;
+pub mod logprobs;
 pub mod moriio;
 pub mod regular;
 pub mod sglang;

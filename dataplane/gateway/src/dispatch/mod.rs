@@ -13,6 +13,7 @@
 //! * dropping the future (the client left) closes both legs.
 
 pub mod leg;
+mod logprobs;
 mod moriio;
 mod parallel;
 mod race;
@@ -36,7 +37,7 @@ use tokio::time::Instant;
 
 use crate::core::Core;
 use crate::decision::{Attempt, Decision, Record};
-use crate::fleet::table::{Lookup, ModelPool};
+use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::front::error::GatewayError;
 use crate::resilience::retry;
@@ -181,32 +182,47 @@ impl Failed {
 
 /// Serves one request.
 pub async fn serve(core: &Arc<Core>, request: Inbound) -> Response<Body> {
-    let table = core.table.load_full();
-    let pool = match table.lookup(request.body.model()) {
+    let found = core.table.load().lookup(request.body.model());
+    let pool = match found {
+        Lookup::Pool(pool) if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() => {
+            return refuse(core, &request, GatewayError::NotForPairs(request.route.path()));
+        }
         Lookup::Pool(pool) => pool,
         Lookup::UnknownModel => {
             let model = request.body.model().unwrap_or_default().to_owned();
-            return GatewayError::ModelNotFound(model).into_response();
+            return refuse(core, &request, GatewayError::ModelNotFound(model));
         }
-        Lookup::ModelRequired => return GatewayError::ModelRequired.into_response(),
-        Lookup::NoWorkers => return GatewayError::Select(SelectError::Empty("prefill")).into_response(),
+        Lookup::ModelRequired => return refuse(core, &request, GatewayError::ModelRequired),
+        Lookup::NoWorkers => return refuse(core, &request, GatewayError::Select(SelectError::Empty("prefill"))),
     };
-    drop(table);
-    if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() {
-        return GatewayError::NotForPairs(request.route.path()).into_response();
-    }
-    let record = Record {
+    let mut record = open_record(core, &request, &pool.model);
+    record.candidates = [pool.regulars.len(), pool.prefills.len(), pool.decodes.len()];
+    let decision = core.decisions.open(record, request.arrived);
+    run_attempts(core, &request, pool, decision).await
+}
+
+fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
+    Record {
         request_id: request.request_id.clone(),
         arrived_at_unix_ms: smg_net::unix_millis(),
         endpoint: request.route.endpoint_label(),
-        model: pool.model.to_string(),
+        model: model.to_owned(),
         streaming: request.body.stream(),
         revision: *core.revision.borrow(),
-        candidates: [pool.regulars.len(), pool.prefills.len(), pool.decodes.len()],
         ..Record::default()
-    };
-    let decision = core.decisions.open(record, request.arrived);
-    run_attempts(core, &request, pool, decision).await
+    }
+}
+
+/// Answers a request that no pool can serve. Its model is the client's invention: series and record do not repeat it.
+fn refuse(core: &Core, request: &Inbound, error: GatewayError) -> Response<Body> {
+    let decision = core.decisions.open(open_record(core, request, UNKNOWN_MODEL), request.arrived);
+    decision.begin_attempt(Attempt { dispatch: "none", error: Some(error.to_string()), ..Attempt::default() });
+    let backend = if request.route.legs() == Legs::RegularOnly { Backend::Regular } else { Backend::PrefillDecode };
+    let metrics = Arc::clone(&core.metrics);
+    let stream = request.body.stream();
+    let mut scope = Scope::open(metrics, decision, Arc::from(UNKNOWN_MODEL), request.route, backend, stream);
+    scope.fail(error.status(), error.code());
+    error.into_response()
 }
 
 async fn run_attempts(

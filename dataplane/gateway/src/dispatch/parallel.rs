@@ -2,7 +2,7 @@
 //!
 //! The response starts when both heads are 2xx. Until then the first failure ends the attempt and closes the other leg. From then on the
 //! prefill's body is drained in the background, because closing it early would abort the KV transfer; the drain outlives the client and
-//! records the prefill's outcome when it ends.
+//! records the prefill's outcome when it ends. A request for log probabilities waits for the prefill's body instead.
 
 use std::sync::Arc;
 use std::time::Instant as StdInstant;
@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use super::leg::{self, LegBody};
 use super::race::{self, Lost};
 use super::scope::Scope;
-use super::{Failed, Job, LegCodes, respond};
+use super::{Failed, Job, LegCodes, logprobs, respond};
 use crate::core::Core;
 use crate::decision::Decision;
 use crate::fleet::worker::InFlight;
@@ -34,7 +34,10 @@ pub(super) async fn run(
 ) -> Result<Response<Body>, Failed> {
     let request = job.request;
     let prefill_worker = Arc::clone(prefill.worker());
-    let shape = Shape::of(&request.body).map_err(|error| Failed::gateway(GatewayError::Unsupported(error), None))?;
+    let shape = Shape::of(&request.body).map_err(|error| {
+        job.core.metrics.pd_bootstrap_failures.inc();
+        Failed::gateway(GatewayError::Unsupported(error), None)
+    })?;
     let port = prefill_worker.record.spec.bootstrap_port;
     let rendezvous = Rendezvous::mint(&prefill_worker.bootstrap_host, port, shape, rand::random);
     let ranks = Ranks { prefill: prefill_worker.dp_rank, decode: decode.worker().dp_rank };
@@ -77,6 +80,11 @@ pub(super) async fn run(
         (metrics.pd_ttft.with_label_values(&labels), started),
         (metrics.pd_decode_ttft.with_label_values(&labels), started),
     ];
+    if request.body.wants_logprobs() {
+        let duration = metrics.pd_prefill_duration.with_label_values(&labels);
+        let answer = logprobs::of_prefill(job, prefill, prefill_head.into_body(), (duration, started)).await;
+        return logprobs::respond(job, answer, (decode_head, decode), scope, first_output).await;
+    }
     let drain = drain_prefill(
         Arc::clone(job.core),
         prefill,

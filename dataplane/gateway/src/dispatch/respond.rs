@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
 use axum::body::Body;
+use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 use hyper::body::Incoming;
 use prometheus::Histogram;
@@ -16,7 +17,7 @@ use super::scope::Scope;
 use crate::core::Core;
 use crate::fleet::worker::InFlight;
 use crate::front::error::mark;
-use crate::relay::{Dialect, Ended, OnEnd, Relay};
+use crate::relay::{Dialect, Ended, OnEnd, Relay, Rewrite};
 use crate::resilience::breaker::Verdict;
 
 /// Names the worker whose output this is.
@@ -29,7 +30,7 @@ struct Served {
     scope: Option<Scope>,
     status: StatusCode,
     attempt: usize,
-    first_output: Vec<(Histogram, StdInstant)>,
+    first_output: FirstOutput,
 }
 
 impl OnEnd for Served {
@@ -79,14 +80,55 @@ fn fail(scope: Option<Scope>, attempt: usize, status: StatusCode, code: &'static
     }
 }
 
-/// Relays a 2xx response. `first_output` = histograms of the time to the first output, each with its start.
+/// Histograms of the time to the first output, each with its start.
+pub(super) type FirstOutput = Vec<(Histogram, StdInstant)>;
+
+/// A response that was read whole and is answered with this body.
+pub(super) fn whole(
+    job: &Job<'_>,
+    head: http::response::Parts,
+    body: Bytes,
+    claim: InFlight,
+    scope: Option<Scope>,
+    first_output: FirstOutput,
+) -> Response<Body> {
+    let mut headers = relay_headers(&head.headers);
+    headers.remove(header::CONTENT_LENGTH);
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    if let Ok(url) = HeaderValue::from_str(claim.worker().url.as_str()) {
+        headers.insert(ROUTED_WORKER, url);
+    }
+    let mut served =
+        Served { core: Arc::clone(job.core), claim, scope, status: head.status, attempt: job.attempt, first_output };
+    served.first_output();
+    served.ended(Ended::Complete);
+    let mut response = Response::new(Body::from(body));
+    *response.status_mut() = head.status;
+    *response.headers_mut() = headers;
+    response
+}
+
+/// Relays a 2xx response.
 pub(super) fn relay(
     job: &Job<'_>,
     response: Response<Incoming>,
     claim: InFlight,
     scope: Option<Scope>,
     pair: bool,
-    first_output: Vec<(Histogram, StdInstant)>,
+    first_output: FirstOutput,
+) -> Response<Body> {
+    relay_rewriting(job, response, claim, scope, pair, first_output, None)
+}
+
+/// As [`relay`], with the first event of a stream rewritten.
+pub(super) fn relay_rewriting(
+    job: &Job<'_>,
+    response: Response<Incoming>,
+    claim: InFlight,
+    scope: Option<Scope>,
+    pair: bool,
+    first_output: FirstOutput,
+    rewrite: Option<Rewrite>,
 ) -> Response<Body> {
     let (head, upstream) = response.into_parts();
     let mut headers = relay_headers(&head.headers);
@@ -110,7 +152,7 @@ pub(super) fn relay(
         Served { core: Arc::clone(job.core), claim, scope, status: head.status, attempt: job.attempt, first_output };
     let keep_alive = Some(job.core.options.sse_keep_alive);
     let dialect = if job.request.route.is_anthropic() { Dialect::Anthropic } else { Dialect::OpenAi };
-    let relay = Relay::new(upstream, events.then_some(dialect), job.deadline, keep_alive, served);
+    let relay = Relay::new(upstream, events.then_some(dialect), job.deadline, keep_alive, served).rewriting(rewrite);
     let mut response = Response::new(Body::new(relay));
     *response.status_mut() = head.status;
     *response.headers_mut() = headers;

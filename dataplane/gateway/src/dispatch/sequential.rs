@@ -28,7 +28,7 @@ use crate::front::error::GatewayError;
 use crate::relay::describe;
 use crate::resilience::breaker::Verdict;
 
-/// Largest accepted prefill response: one token and its handoff.
+/// Largest response that is read whole: a prefill's token and handoff, or log probabilities.
 const MAX_PREFILL_RESPONSE: usize = 64 * 1024 * 1024;
 
 pub(super) async fn run(
@@ -111,7 +111,8 @@ pub(super) async fn run_decode(
     Ok(respond::relay(job, head, decode, scope.take(), true, first_output))
 }
 
-async fn read_whole(mut body: Incoming, deadline: Instant) -> Result<Bytes, LegError> {
+/// Reads the whole body of a leg.
+pub(super) async fn read_whole(mut body: Incoming, deadline: Instant) -> Result<Bytes, LegError> {
     let broken = |message: String| LegError { timed_out: false, message };
     let read = async {
         let mut whole = BytesMut::new();
@@ -119,14 +120,14 @@ async fn read_whole(mut body: Incoming, deadline: Instant) -> Result<Bytes, LegE
             let frame = frame.map_err(|error| broken(describe(&error)))?;
             if let Ok(data) = frame.into_data() {
                 if whole.len() + data.len() > MAX_PREFILL_RESPONSE {
-                    return Err(broken(format!("the prefill response is larger than {MAX_PREFILL_RESPONSE} bytes")));
+                    return Err(broken(format!("the response is larger than {MAX_PREFILL_RESPONSE} bytes")));
                 }
                 whole.extend_from_slice(&data);
             }
         }
         Ok(whole.freeze())
     };
-    let timed_out = LegError { timed_out: true, message: "the prefill response did not end in time".to_owned() };
+    let timed_out = LegError { timed_out: true, message: "the response did not end in time".to_owned() };
     tokio::time::timeout_at(deadline, read).await.unwrap_or(Err(timed_out))
 }
 

@@ -16,7 +16,7 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware;
 use axum::routing::{any, get, post};
-use http::{Method, Response};
+use http::Response;
 use smg_engines::Route;
 
 use crate::core::Core;
@@ -75,9 +75,5 @@ async fn unknown_url(request: Request) -> Response<Body> {
 }
 
 async fn method_not_allowed(request: Request) -> Response<Body> {
-    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    if method == Method::HEAD {
-        return Response::new(Body::empty());
-    }
-    GatewayError::MethodNotAllowed(method.to_string(), path).into_response()
+    GatewayError::MethodNotAllowed(request.method().to_string(), request.uri().path().to_owned()).into_response()
 }

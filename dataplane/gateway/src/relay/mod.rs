@@ -1,7 +1,7 @@
 //! The way back: an engine's response body, forwarded as it comes.
 //!
 //! Invariants
-//! * bytes are forwarded as received and in order; nothing is collected, so a slow client slows the engine down through the sockets;
+//! * bytes are forwarded as received and in order; nothing is collected (but the first event of a stream that is to be rewritten), so a slow client slows the engine down through the sockets;
 //! * a stream that breaks after a 2xx head is recognisable as broken: an error event in a stream of events, an aborted body otherwise;
 //! * after the end marker of a stream nothing more is forwarded, and the response ends at the latest a second later;
 //! * whatever way the body ends (complete, broken, client gone), [`OnEnd`] is told exactly once.
@@ -13,7 +13,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use serde_json::json;
@@ -23,6 +23,8 @@ use sse::Scanner;
 
 /// How long an engine may keep its connection open after the end marker before the response ends without it.
 const AFTER_DONE: Duration = Duration::from_secs(1);
+/// Largest event that is held back to be rewritten.
+const MAX_FIRST_EVENT: usize = 16 * 1024 * 1024;
 
 /// Whose manner of events a stream has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -94,7 +96,32 @@ pub struct Relay<E: OnEnd> {
     done: Option<Pin<Box<Sleep>>>,
     deadline: Pin<Box<Sleep>>,
     keep_alive: Option<(Duration, Pin<Box<Sleep>>)>,
+    first_event: Option<FirstEvent>,
     on_end: Option<E>,
+}
+
+/// What becomes of the data of a stream's first event; none leaves it as it is.
+pub type Rewrite = Box<dyn FnOnce(&str) -> Option<String> + Send>;
+
+/// The first event of a stream, held back until it is whole because it is rewritten.
+struct FirstEvent {
+    held: BytesMut,
+    rewrite: Rewrite,
+}
+
+impl FirstEvent {
+    /// The bytes held back, their first data line rewritten if that is possible.
+    fn release(self) -> Bytes {
+        let Ok(text) = std::str::from_utf8(&self.held) else { return self.held.freeze() };
+        let line = text.lines().find_map(|line| Some((line.as_ptr().addr(), line.strip_prefix("data:")?.trim())));
+        let Some((_, data)) = line else { return self.held.freeze() };
+        let start = data.as_ptr().addr() - text.as_ptr().addr();
+        let (before, after) = (text.get(..start), text.get(start + data.len()..));
+        match ((self.rewrite)(data), before, after) {
+            (Some(data), Some(before), Some(after)) => Bytes::from(format!("{before}{data}{after}")),
+            _ => self.held.freeze(),
+        }
+    }
 }
 
 impl<E: OnEnd> Relay<E> {
@@ -119,8 +146,16 @@ impl<E: OnEnd> Relay<E> {
             done: None,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
             keep_alive,
+            first_event: None,
             on_end: Some(on_end),
         }
+    }
+
+    /// Rewrites the data of the first event of a stream. It is held back until it is whole.
+    pub fn rewriting(mut self, rewrite: Option<Rewrite>) -> Self {
+        self.first_event =
+            rewrite.filter(|_| self.events.is_some()).map(|rewrite| FirstEvent { held: BytesMut::new(), rewrite });
+        self
     }
 
     fn end(&mut self, ended: Ended) {
@@ -155,6 +190,14 @@ impl<E: OnEnd> Relay<E> {
             if let Some(on_end) = &mut self.on_end {
                 on_end.first_output();
             }
+        }
+        if let Some(mut first) = self.first_event.take() {
+            first.held.extend_from_slice(&data);
+            if output || self.done.is_some() || first.held.len() > MAX_FIRST_EVENT {
+                return first.release();
+            }
+            self.first_event = Some(first);
+            return Bytes::new();
         }
         data
     }
@@ -206,7 +249,12 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
                         Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
                     }
                 }
-                None => this.end(Ended::Complete),
+                None => {
+                    this.end(Ended::Complete);
+                    if let Some(first) = this.first_event.take().filter(|first| !first.held.is_empty()) {
+                        return Poll::Ready(Some(Ok(Frame::data(first.release()))));
+                    }
+                }
                 Some(Err(_)) if this.done.is_some() => this.end(Ended::Complete),
                 Some(Err(error)) => {
                     let message = format!("Stream error: {}", describe(&error));

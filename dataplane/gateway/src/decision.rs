@@ -69,6 +69,19 @@ pub struct Attempt {
     pub error: Option<String>,
 }
 
+impl Attempt {
+    /// Notes what went wrong, beside what is noted already: in parallel dispatch each leg may break off in its own way.
+    pub fn note_error(&mut self, message: &str) {
+        match &mut self.error {
+            Some(error) => {
+                error.push_str("; ");
+                error.push_str(message);
+            }
+            None => self.error = Some(message.to_owned()),
+        }
+    }
+}
+
 /// The record of one request.
 #[derive(Debug, Clone, Default, Serialize)]
 #[allow(missing_docs)]

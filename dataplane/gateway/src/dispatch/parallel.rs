@@ -125,6 +125,6 @@ async fn drain_prefill(
         tracing::warn!(target: SMG, worker = %claim.worker().url, message, "prefill leg broke off after its head");
         claim.judge(Verdict::Failure);
         leg::note_error(&core, claim.worker(), "backend_error");
-        decision.attempt(attempt, |attempt, _| attempt.error = Some(format!("prefill: {message}")));
+        decision.attempt(attempt, |attempt, _| attempt.note_error(&format!("prefill: {message}")));
     }
 }

@@ -75,7 +75,7 @@ impl OnEnd for Served {
 
 fn fail(scope: Option<Scope>, attempt: usize, status: StatusCode, code: &'static str, message: String) {
     if let Some(mut scope) = scope {
-        scope.decision.attempt(attempt, |attempt, _| attempt.error = Some(message));
+        scope.decision.attempt(attempt, |attempt, _| attempt.note_error(&message));
         scope.fail(status, code);
     }
 }

@@ -6,24 +6,36 @@ mod support;
 use serde_json::Value;
 use support::*;
 
+/// Checks that a pair answers these requests, whole and streamed, as `single` does.
+async fn assert_equal_answers(smg: &Smg, single: &MockEngine, requests: &[(&str, Value)]) {
+    for (path, body) in requests {
+        for body in [body.clone(), streamed(body.clone())] {
+            let ask = async |url: &str| {
+                let request = smg.client.post(format!("{url}{path}")).header("x-request-id", "same-id").json(&body);
+                let response = request.send().await.unwrap();
+                assert_eq!(response.status(), 200, "{path} {body}");
+                response.bytes().await.unwrap()
+            };
+            assert_eq!(ask(&smg.url).await, ask(&single.url()).await, "{path} {body}");
+        }
+    }
+    smg.until_idle().await;
+}
+
 #[tokio::test]
 async fn a_pair_answers_byte_for_byte_what_one_engine_answers() {
     let (smg, prefill, decode) = sglang_pair(&[]).await;
     let single = sglang(Role::Regular).await;
-    let client = reqwest::Client::new();
-    for (path, body) in
-        [("/v1/chat/completions", chat()), ("/v1/completions", completion()), ("/v1/chat/completions", chat_stream())]
-    {
-        let id = "same-id";
-        let alone =
-            client.post(format!("{}{path}", single.url())).header("x-request-id", id).json(&body).send().await.unwrap();
-        let paired =
-            smg.client.post(format!("{}{path}", smg.url)).header("x-request-id", id).json(&body).send().await.unwrap();
-        assert_eq!(paired.status(), 200);
-        assert_eq!(paired.bytes().await.unwrap(), alone.bytes().await.unwrap(), "{path}");
-    }
-    assert_eq!((prefill.generation_count(), decode.generation_count()), (3, 3));
-    smg.until_idle().await;
+    assert_equal_answers(&smg, &single, &requests()).await;
+    assert_eq!((prefill.generation_count(), decode.generation_count()), (6, 6));
+}
+
+#[tokio::test]
+async fn a_pair_that_hands_over_answers_byte_for_byte_what_one_engine_answers() {
+    let (smg, prefill, decode) = nixl_pair(&[]).await;
+    let single = vllm(Role::Regular, Connector::None).await;
+    assert_equal_answers(&smg, &single, &requests()[..2]).await;
+    assert_eq!((prefill.generation_count(), decode.generation_count()), (4, 4));
 }
 
 #[tokio::test]

@@ -276,3 +276,20 @@ async fn a_policy_written_by_api_holds_until_the_flags_change() {
     let smg = start("round_robin").await;
     assert_eq!(show(&smg).await, (json!("round_robin"), json!("startup")), "the flags changed");
 }
+
+#[tokio::test]
+async fn the_name_of_a_cluster_is_kept_and_shown() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut smg = Smg::durable(directory.path(), &[]).await;
+    let put = |smg: &Smg, name: &str, seen: &str| {
+        let request = smg.client.put(format!("{}/fleet/settings", smg.url)).header("if-match", seen);
+        request.json(&json!({"name": name})).send()
+    };
+    assert_eq!(put(&smg, "east", "\"0\"").await.unwrap().status(), 200);
+    assert_eq!(put(&smg, "west", "\"0\"").await.unwrap().status(), 412);
+    assert_eq!(put(&smg, "", "*").await.unwrap().status(), 400);
+    smg.kill();
+    let smg = Smg::durable(directory.path(), &[]).await;
+    assert_eq!(smg.get_json("/fleet/cluster").await["name"], "east");
+    assert_eq!(smg.get_json("/fleet/settings").await["settings"]["name"], "east");
+}

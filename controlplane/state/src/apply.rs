@@ -5,8 +5,8 @@ use std::sync::Arc;
 use smg_fleet::policy::PolicySource;
 use smg_fleet::worker::WorkerPatch;
 use smg_fleet::{
-    Facts, Health, Intent, Job, JobKind, JobStatus, Origin, PolicyDocument, PolicyRecord, Worker, WorkerId, WorkerSpec,
-    validate,
+    ClusterSettings, Facts, Health, Intent, Job, JobKind, JobStatus, Origin, PolicyDocument, PolicyRecord, Worker,
+    WorkerId, WorkerSpec, validate,
 };
 
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
@@ -80,6 +80,7 @@ impl State {
                 self.history_id = *history_id;
                 Ok(Effect::whole())
             }
+            Command::PutSettings { settings } => self.put_settings(settings, expected),
             Command::CreateWorker { id, spec, origin } => self.create_worker(*id, spec, *origin, at),
             Command::ReplaceWorker { id, spec } => {
                 let worker = self.existing(*id, expected)?;
@@ -154,6 +155,19 @@ impl State {
             }
             Command::ApplyStartupPolicy { document } => self.apply_startup_policy(document),
         }
+    }
+
+    fn put_settings(&mut self, settings: &ClusterSettings, expected: Option<u64>) -> Result<Effect, Rejection> {
+        let current = self.settings_revision;
+        if expected.is_some_and(|expected| expected != current) {
+            return reject(RejectionCode::RevisionConflict, format!("the settings are at revision {current}"));
+        }
+        if let Err(error) = settings.validate() {
+            return reject(RejectionCode::Invalid, error.to_string());
+        }
+        self.settings = settings.clone();
+        self.settings_revision = self.revision + 1;
+        Ok(Effect::whole())
     }
 
     // === workers ===

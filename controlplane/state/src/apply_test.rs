@@ -225,6 +225,18 @@ fn a_policy_written_by_api_wins_until_the_flag_changes() {
     assert_eq!(current(&machine), Some(PolicyName::RoundRobin));
 }
 
+#[test]
+fn settings_are_replaced_under_the_revision_that_was_seen() {
+    let mut machine = Machine::new();
+    let named = |name: &str| Command::PutSettings { settings: ClusterSettings { name: Some(name.into()) } };
+    assert_eq!(machine.run_expecting(named("east"), Some(0)).rejection, None);
+    let stale = machine.run_expecting(named("west"), Some(0));
+    assert_eq!(code(&stale), Some(RejectionCode::RevisionConflict));
+    assert_eq!(code(&machine.run(named(""))), Some(RejectionCode::Invalid));
+    let (settings, revision) = machine.state.settings();
+    assert_eq!((settings.name.as_deref(), revision), (Some("east"), machine.state.revision()));
+}
+
 fn any_command() -> impl Strategy<Value = Command> {
     let worker = 0u128..6;
     let url = (0u8..4).prop_map(|n| format!("http://h:{}", n + 1));
@@ -258,6 +270,7 @@ fn any_command() -> impl Strategy<Value = Command> {
         (worker, proptest::collection::vec(url, 0..3)).prop_map(|(n, urls)| Command::ReconcileStartup {
             workers: urls.iter().enumerate().map(|(i, url)| (id(100 + n + i as u128), spec(url))).collect()
         }),
+        Just(Command::PutSettings { settings: ClusterSettings { name: Some("n".into()) } }),
         Just(Command::DeletePolicy { model: "m".into() }),
         Just(Command::PutPolicy { model: "m".into(), document: Box::default() }),
     ]

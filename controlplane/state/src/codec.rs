@@ -5,7 +5,7 @@ use std::sync::Arc;
 use prost::Message;
 use smg_fleet::wire::{self, WireError};
 use smg_fleet::worker::WorkerPatch;
-use smg_fleet::{Worker, WorkerId};
+use smg_fleet::{ClusterSettings, Worker, WorkerId};
 use smg_messages::state as pb;
 use uuid::Uuid;
 
@@ -25,6 +25,14 @@ fn id_bytes(id: &WorkerId) -> Vec<u8> {
     wire::worker_id_bytes(*id)
 }
 
+fn settings_to_pb(settings: &ClusterSettings) -> pb::ClusterSettings {
+    pb::ClusterSettings { name: settings.name.clone() }
+}
+
+fn settings_from_pb(settings: Option<pb::ClusterSettings>) -> ClusterSettings {
+    ClusterSettings { name: settings.and_then(|settings| settings.name) }
+}
+
 /// An envelope as a message.
 pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
     use pb::envelope::Command as Pb;
@@ -33,6 +41,9 @@ pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
             cluster_id: cluster_id.as_bytes().to_vec(),
             history_id: history_id.as_bytes().to_vec(),
         }),
+        Command::PutSettings { settings } => {
+            Pb::PutSettings(pb::PutSettings { settings: Some(settings_to_pb(settings)) })
+        }
         Command::CreateWorker { id, spec, origin } => Pb::CreateWorker(pb::CreateWorker {
             id: id_bytes(id),
             spec: Some(wire::spec_to_pb(spec)),
@@ -102,6 +113,7 @@ pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
             cluster_id: uuid(&c.cluster_id, "cluster_id")?,
             history_id: uuid(&c.history_id, "history_id")?,
         },
+        Pb::PutSettings(c) => Command::PutSettings { settings: settings_from_pb(c.settings) },
         Pb::CreateWorker(c) => Command::CreateWorker {
             id: wire::worker_id(&c.id)?,
             spec: Box::new(wire::spec_from_pb(required(c.spec, "spec")?)?),
@@ -204,6 +216,8 @@ pub fn encode_state(state: &State) -> Vec<u8> {
                 outcome: Some(outcome_to_pb(&remembered.outcome)),
             })
             .collect(),
+        settings: Some(settings_to_pb(&state.settings)),
+        settings_revision: state.settings_revision,
     }
     .encode_to_vec()
 }
@@ -218,6 +232,8 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
         cluster_id: uuid(&message.cluster_id, "cluster_id")?,
         history_id: uuid(&message.history_id, "history_id")?,
         revision: message.revision,
+        settings: settings_from_pb(message.settings),
+        settings_revision: message.settings_revision,
         ..State::default()
     };
     for worker in message.workers {

@@ -3,7 +3,9 @@
 use std::fmt;
 
 use smg_fleet::worker::WorkerPatch;
-use smg_fleet::{Facts, Health, Intent, JobStatus, Origin, PolicyDocument, Revision, WorkerId, WorkerSpec};
+use smg_fleet::{
+    ClusterSettings, Facts, Health, Intent, JobStatus, Origin, PolicyDocument, Revision, WorkerId, WorkerSpec,
+};
 use uuid::Uuid;
 
 /// Identity of a command, chosen by its author: retrying with the same id cannot apply it twice.
@@ -18,6 +20,11 @@ pub enum Command {
         cluster_id: Uuid,
         /// Which history of it.
         history_id: Uuid,
+    },
+    /// Replaces the settings of the cluster.
+    PutSettings {
+        /// The settings.
+        settings: ClusterSettings,
     },
     /// Accepts a worker; a job registers it.
     CreateWorker {
@@ -138,6 +145,7 @@ impl Command {
     pub fn name(&self) -> &'static str {
         match self {
             Command::InitCluster { .. } => "init_cluster",
+            Command::PutSettings { .. } => "put_settings",
             Command::CreateWorker { .. } => "create_worker",
             Command::ReplaceWorker { .. } => "replace_worker",
             Command::PatchWorker { .. } => "patch_worker",

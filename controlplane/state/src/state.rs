@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use smg_fleet::{PolicyRecord, Revision, Snapshot, Worker, WorkerId};
+use smg_fleet::{ClusterSettings, PolicyRecord, Revision, Snapshot, Worker, WorkerId};
 use uuid::Uuid;
 
 use crate::memory::CommandMemory;
@@ -18,6 +18,8 @@ pub struct State {
     /// Derived from `workers`: one URL is one worker.
     pub(crate) by_url: BTreeMap<String, WorkerId>,
     pub(crate) policies: BTreeMap<String, Arc<PolicyRecord>>,
+    pub(crate) settings: ClusterSettings,
+    pub(crate) settings_revision: Revision,
     pub(crate) memory: CommandMemory,
 }
 
@@ -60,6 +62,11 @@ impl State {
     /// One policy document.
     pub fn policy(&self, model: &str) -> Option<&Arc<PolicyRecord>> {
         self.policies.get(model)
+    }
+
+    /// The settings of the cluster and the revision of their last change; 0 = never.
+    pub fn settings(&self) -> (&ClusterSettings, Revision) {
+        (&self.settings, self.settings_revision)
     }
 
     /// What gateways receive.

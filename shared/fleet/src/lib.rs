@@ -7,10 +7,12 @@
 //! * [`url`]: worker addresses, normalised so that one engine is one worker;
 //! * [`pairing`]: which prefill can hand its KV cache to which decode;
 //! * [`policy`]: policy documents and the settings that result from them;
+//! * [`cluster`]: settings of the cluster as a whole;
 //! * [`snapshot`]: what gateways receive, and the deltas between two of them;
 //! * [`info`]: the REST shape of a worker;
 //! * [`wire`]: conversions to and from the prost messages of disk and wire.
 
+pub mod cluster;
 pub mod info;
 mod object;
 pub mod pairing;
@@ -21,6 +23,7 @@ pub mod validate;
 pub mod wire;
 pub mod worker;
 
+pub use cluster::ClusterSettings;
 pub use policy::{PolicyDocument, PolicyRecord, Settings};
 pub use snapshot::{Delta, Snapshot};
 pub use url::WorkerUrl;

@@ -25,6 +25,7 @@ pub(super) async fn cluster(State(admin): State<Admin>) -> Response {
     };
     let body = json!({
         "role": role,
+        "name": state.settings().0.name,
         "cluster_id": state.cluster_id(),
         "history_id": state.history_id(),
         "revision": state.revision(),

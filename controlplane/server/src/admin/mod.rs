@@ -25,6 +25,7 @@ pub mod error;
 mod fleet;
 mod intake;
 mod policies;
+mod settings;
 #[cfg(test)]
 mod tests;
 mod workers;
@@ -50,6 +51,7 @@ pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize) ->
         .route("/workers/{id}", get(workers::show).put(workers::replace).patch(workers::patch).delete(workers::remove))
         .route("/fleet/policies", get(policies::list))
         .route("/fleet/policies/{*model}", get(policies::show).put(policies::put).delete(policies::delete))
+        .route("/fleet/settings", get(settings::show).put(settings::put))
         .route("/fleet/gateways", get(fleet::gateways))
         .route("/fleet/cluster", get(fleet::cluster))
         .fallback(unknown_route)

@@ -62,6 +62,7 @@ pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
         .route("/workers/{id}", any(admin::forward))
         .route("/fleet/policies", any(admin::forward))
         .route("/fleet/policies/{model}", any(admin::forward))
+        .route("/fleet/settings", any(admin::forward))
         .route("/fleet/gateways", any(admin::forward))
         .route("/fleet/cluster", any(admin::forward))
         .fallback(unknown_url)

@@ -34,16 +34,23 @@ pub fn random_id() -> String {
     format!("gateway-{}", Uuid::new_v4().simple())
 }
 
+/// Longer than any process runs (136 years), and still a time that clocks can count to.
+const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
+
+/// The seconds of a flag, of which there may be more than clocks can count.
+fn seconds(secs: u64) -> Duration {
+    Duration::from_secs(secs).min(FOR_EVER)
+}
+
 /// How the flags of the client edge configure a gateway.
 pub fn options(edge: &EdgeArgs) -> GatewayOptions {
-    let or_for_ever =
-        |secs: u64| if secs == 0 { Duration::from_secs(u64::from(u32::MAX)) } else { Duration::from_secs(secs) };
+    let or_for_ever = |secs: u64| if secs == 0 { FOR_EVER } else { seconds(secs) };
     GatewayOptions {
         max_payload_bytes: usize::try_from(edge.max_payload_size).unwrap_or(usize::MAX),
         upload_stall_timeout: or_for_ever(edge.stream_body_stall_timeout_secs),
-        request_timeout: Duration::from_secs(edge.request_timeout_secs),
+        request_timeout: seconds(edge.request_timeout_secs),
         pool_idle_timeout: or_for_ever(edge.upstream_pool_idle_timeout_secs),
-        sse_keep_alive: Duration::from_secs(edge.sse_keepalive_secs),
+        sse_keep_alive: seconds(edge.sse_keepalive_secs),
         request_id_headers: edge.request_id_headers(),
         ..GatewayOptions::default()
     }
@@ -81,7 +88,7 @@ fn serve_options(edge: &EdgeArgs, metrics: &Arc<Metrics>) -> ServeOptions {
     let patience = edge.header_read_timeout_secs.max(edge.idle_connection_timeout_secs);
     let unlimited = edge.header_read_timeout_secs == 0 || edge.idle_connection_timeout_secs == 0;
     ServeOptions {
-        header_read_timeout: Duration::from_secs(if unlimited { u64::from(u32::MAX) } else { patience }),
+        header_read_timeout: if unlimited { FOR_EVER } else { seconds(patience) },
         observer: Some(Arc::new(move |change| connections.add(change))),
     }
 }

@@ -244,6 +244,33 @@ async fn hints_that_mean_nothing_are_ignored() {
 }
 
 #[tokio::test]
+async fn paths_and_queries_that_do_not_decode_are_refused_in_the_words_of_their_api() {
+    let smg = Smg::launch(&[]).await;
+    refused(smg.get("/fleet/decisions?limit=-1").await, 400, "invalid_value").await;
+    refused(smg.get("/v1/models/%ff").await, 400, "invalid_value").await;
+    admin_refused(smg.get("/fleet/policies/%ff").await, 400, "BAD_REQUEST").await;
+    admin_refused(smg.get("/workers/%ff").await, 400, "BAD_REQUEST").await;
+    // A model's name may contain slashes.
+    smg.set_policy("org/model", &json!({"policy": "random"})).await;
+    for path in ["/fleet/policies/org/model", "/fleet/policies/org%2Fmodel"] {
+        assert_eq!(smg.get_json(path).await["document"]["policy"], "random", "{path}");
+    }
+}
+
+#[tokio::test]
+async fn limits_beyond_what_clocks_can_count_are_no_limits() {
+    let flags = ["request-timeout", "sse-keepalive", "header-read-timeout", "stream-body-stall-timeout"];
+    let flags: Vec<String> = flags.map(|flag| format!("--{flag}-secs={}", u64::MAX)).to_vec();
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let (smg, _prefill, _decode) = sglang_pair(&flags).await;
+    for body in [chat(), streamed(chat())] {
+        let response = smg.post("/v1/chat/completions", &body).await;
+        assert_eq!(response.status(), StatusCode::OK);
+        assert!(!response.text().await.unwrap().is_empty());
+    }
+}
+
+#[tokio::test]
 async fn malformed_registrations_are_refused_and_leave_nothing() {
     let smg = Smg::launch(&[]).await;
     let post = async |body: &str| smg.post_bytes("/workers", body.to_owned()).await;

@@ -658,3 +658,61 @@ async fn a_stream_is_an_event_stream_without_a_length_and_an_answer_is_what_the_
         }
     }
 }
+
+#[tokio::test]
+async fn an_answer_is_whole_whatever_length_its_engine_states() {
+    let answers = [
+        // A length beside chunks: the chunks count (RFC 9112 section 6.3).
+        (
+            "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n\
+             7\r\n{\"a\":1}\r\n0\r\n\r\n",
+            200,
+            r#"{"a":1}"#,
+        ),
+        // The length of a body that this status does not have.
+        ("HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n", 304, ""),
+    ];
+    for dispatch in DISPATCHES {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        for (answer, status, body) in answers {
+            serving.output.clear_faults();
+            serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, answer)]));
+            let response = post_with(&serving, &[]).await;
+            assert_eq!(response.status(), status, "{dispatch:?}");
+            assert_eq!(response.text().await.unwrap(), body, "{dispatch:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_switch_of_protocols_that_nobody_asked_for_is_a_failed_leg() {
+    for dispatch in DISPATCHES {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        serving.smg.set_policy("default", &json!({"retry": {"max_retries": 1}})).await;
+        let answer = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\nhello";
+        serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, answer)]));
+        let response = post_with(&serving, &[]).await;
+        assert_eq!(response.status(), 502, "{dispatch:?}");
+        let error: Value = response.json().await.unwrap();
+        assert!(error["error"]["message"].as_str().unwrap().contains("101"), "{error}");
+        assert_eq!(serving.failures(&serving.output).await, 1.0, "{dispatch:?}");
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_put_into_a_stream_that_is_encoded() {
+    for dispatch in DISPATCHES {
+        let serving = Serving::scripted(dispatch, &[]).await;
+        // It breaks off: into a readable stream the gateway would write an event that says so.
+        let answer = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: gzip\r\ncontent-length: 9\r\n\r\n\u{1f}zipped";
+        serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, answer)]));
+        let mut response = serving.smg.post("/v1/chat/completions", &streamed(chat())).await;
+        assert_eq!(response.headers()["content-encoding"], "gzip", "{dispatch:?}");
+        let mut received = Vec::new();
+        while let Ok(Some(piece)) = response.chunk().await {
+            received.extend_from_slice(&piece);
+        }
+        assert!(b"\x1fzipped".starts_with(&received), "{dispatch:?}: {}", String::from_utf8_lossy(&received));
+        serving.smg.until_idle().await;
+    }
+}

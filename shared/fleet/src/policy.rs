@@ -200,7 +200,7 @@ pub enum PolicyError {
     Jitter,
     #[error("{0} must be at least 1")]
     Threshold(&'static str),
-    #[error("health.endpoint must start with '/'")]
+    #[error("health.endpoint must be a path that starts with '/'")]
     Endpoint,
     #[error("'{0}' is fleet-wide: set it in the default document")]
     FleetWide(&'static str),
@@ -246,7 +246,9 @@ impl PolicyDocument {
             if !model.is_empty() {
                 return Err(PolicyError::FleetWide("health"));
             }
-            if health.endpoint.as_ref().is_some_and(|endpoint| !endpoint.starts_with('/')) {
+            let is_path =
+                |path: &str| path.starts_with('/') && !path.contains(|c: char| c.is_whitespace() || c.is_control());
+            if !health.endpoint.as_deref().is_none_or(is_path) {
                 return Err(PolicyError::Endpoint);
             }
             at_least_one.push((health.timeout_secs, "health.timeout_secs"));
@@ -294,6 +296,13 @@ pub struct Breaker {
     pub timeout_secs: u64,
     /// Failures further apart than this do not add up.
     pub window_secs: u64,
+}
+
+impl Breaker {
+    /// Whether it is switched off.
+    pub fn is_disabled(&self) -> bool {
+        self.failure_threshold.is_none()
+    }
 }
 
 /// Active probe settings in force.
@@ -465,5 +474,10 @@ mod tests {
         assert_eq!(bucket.validate("m"), Err(PolicyError::BucketDecode));
         let scoped = PolicyDocument { health: Some(HealthPolicy::default()), ..Default::default() };
         assert_eq!(scoped.validate("m"), Err(PolicyError::FleetWide("health")));
+        for (endpoint, valid) in [("/health?full=1", true), ("health", false), ("/a b", false), ("/a\nb", false)] {
+            let health = HealthPolicy { endpoint: Some(endpoint.to_owned()), ..Default::default() };
+            let document = PolicyDocument { health: Some(health), ..Default::default() };
+            assert_eq!(document.validate("").is_ok(), valid, "{endpoint:?}");
+        }
     }
 }

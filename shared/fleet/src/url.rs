@@ -1,7 +1,7 @@
 //! Worker addresses.
 //!
 //! One engine must be one worker, however its address is spelled: `http://H:8000/` and `http://h:8000` are the same. A [`WorkerUrl`] is
-//! normalised at the edge (lower-case host, no trailing slash) and everything behind it compares plain strings.
+//! normalised at the edge (lower-case host, shortest IPv6 address, no trailing slash) and everything behind it compares plain strings.
 
 use std::fmt;
 
@@ -107,7 +107,6 @@ impl WorkerUrl {
             return Err(UrlError::Extra);
         }
         let (host, port) = split_port(authority)?;
-        let host = host.to_ascii_lowercase();
         let mut normalised = format!("{}{host}", scheme.prefix());
         let host_end = normalised.len();
         if let Some(port) = port {
@@ -145,12 +144,14 @@ impl fmt::Display for WorkerUrl {
     }
 }
 
-fn split_port(authority: &str) -> Result<(&str, Option<u16>), UrlError> {
+/// The host in its one spelling, and the port.
+fn split_port(authority: &str) -> Result<(String, Option<u16>), UrlError> {
     let (host, port) = if authority.starts_with('[') {
         let end = authority.find(']').ok_or(UrlError::Host)? + 1;
         let (host, rest) = authority.split_at(end);
         let inner = host.trim_start_matches('[').trim_end_matches(']');
-        inner.parse::<std::net::Ipv6Addr>().map_err(|_| UrlError::Host)?;
+        let address: std::net::Ipv6Addr = inner.parse().map_err(|_| UrlError::Host)?;
+        let host = format!("[{address}]");
         match rest.strip_prefix(':') {
             Some(port) => (host, Some(port)),
             None if rest.is_empty() => (host, None),
@@ -158,8 +159,8 @@ fn split_port(authority: &str) -> Result<(&str, Option<u16>), UrlError> {
         }
     } else {
         match authority.split_once(':') {
-            Some((host, port)) => (host, Some(port)),
-            None => (authority, None),
+            Some((host, port)) => (host.to_ascii_lowercase(), Some(port)),
+            None => (authority.to_ascii_lowercase(), None),
         }
     };
     let plausible = !host.is_empty()
@@ -186,6 +187,9 @@ mod tests {
     fn one_engine_is_one_url_however_it_is_spelled() {
         for text in ["http://Prefill-0:8000", "http://prefill-0:8000/", "http://PREFILL-0:8000//"] {
             assert_eq!(WorkerUrl::parse(text).unwrap().as_str(), "http://prefill-0:8000");
+        }
+        for text in ["http://[FD00::1]:8000", "http://[fd00:0:0:0:0:0:0:1]:08000"] {
+            assert_eq!(WorkerUrl::parse(text).unwrap().as_str(), "http://[fd00::1]:8000");
         }
     }
 

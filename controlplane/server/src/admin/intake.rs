@@ -4,6 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use axum::body::Body;
+use axum::extract::{FromRequestParts, Path};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, Uri, header};
 use bytes::Bytes;
@@ -18,6 +19,20 @@ use crate::writer::Write;
 
 /// How long a client may take to send a body.
 const BODY_DEADLINE: Duration = Duration::from_secs(30);
+
+/// The one parameter of a path, decoded.
+pub(super) struct PathParameter(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for PathParameter {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(text)) => Ok(Self(text)),
+            Err(rejection) => Err(ApiError::BadRequest(rejection.body_text())),
+        }
+    }
+}
 
 /// What a read promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
@@ -11,6 +11,7 @@ use smg_fleet::{PolicyDocument, PolicyRecord};
 use smg_state::Command;
 
 use super::error::ApiError;
+use super::intake::PathParameter;
 use super::{Admin, at_revision, intake, tagged};
 
 /// The path of the fleet's own document.
@@ -40,7 +41,7 @@ pub(super) async fn list(State(admin): State<Admin>, parts: Parts) -> Result<Res
 /// A fleet without a default document has an empty one at revision 0, so that `If-Match: "0"` means "nobody wrote one yet".
 pub(super) async fn show(
     State(admin): State<Admin>,
-    Path(path): Path<String>,
+    PathParameter(path): PathParameter,
     parts: Parts,
 ) -> Result<Response, ApiError> {
     let state = admin.read(intake::consistency(&parts.uri)?).await?;
@@ -61,7 +62,7 @@ pub(super) async fn show(
 
 pub(super) async fn put(
     State(admin): State<Admin>,
-    Path(path): Path<String>,
+    PathParameter(path): PathParameter,
     parts: Parts,
     body: Body,
 ) -> Result<Response, ApiError> {
@@ -83,7 +84,7 @@ pub(super) async fn put(
 
 pub(super) async fn delete(
     State(admin): State<Admin>,
-    Path(path): Path<String>,
+    PathParameter(path): PathParameter,
     parts: Parts,
 ) -> Result<Response, ApiError> {
     let write = intake::write(&parts, &[], Command::DeletePolicy { model: model_of(&path) })?;

@@ -5,7 +5,7 @@
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -18,6 +18,7 @@ use smg_state::{Command, Outcome};
 use uuid::Uuid;
 
 use super::error::ApiError;
+use super::intake::PathParameter;
 use super::{Admin, at_revision, intake, tagged};
 
 pub(super) async fn list(State(admin): State<Admin>, parts: Parts) -> Result<Response, ApiError> {
@@ -31,7 +32,7 @@ pub(super) async fn list(State(admin): State<Admin>, parts: Parts) -> Result<Res
 
 pub(super) async fn show(
     State(admin): State<Admin>,
-    Path(id): Path<String>,
+    PathParameter(id): PathParameter,
     parts: Parts,
 ) -> Result<Response, ApiError> {
     let id = intake::worker_id(&id)?;
@@ -62,7 +63,7 @@ pub(super) async fn create(State(admin): State<Admin>, parts: Parts, body: Body)
 
 pub(super) async fn replace(
     State(admin): State<Admin>,
-    Path(id): Path<String>,
+    PathParameter(id): PathParameter,
     parts: Parts,
     body: Body,
 ) -> Result<Response, ApiError> {
@@ -75,7 +76,7 @@ pub(super) async fn replace(
 
 pub(super) async fn patch(
     State(admin): State<Admin>,
-    Path(id): Path<String>,
+    PathParameter(id): PathParameter,
     parts: Parts,
     body: Body,
 ) -> Result<Response, ApiError> {
@@ -89,7 +90,7 @@ pub(super) async fn patch(
 
 pub(super) async fn remove(
     State(admin): State<Admin>,
-    Path(id): Path<String>,
+    PathParameter(id): PathParameter,
     parts: Parts,
 ) -> Result<Response, ApiError> {
     let id = intake::worker_id(&id)?;

@@ -100,6 +100,10 @@ pub async fn send(
     *request.headers_mut() = headers;
     let answer = tokio::time::timeout_at(deadline, core.client.request(request)).await;
     let error = match answer {
+        // 101 is the one status of this class that a client library hands out, and no answer either: nobody asked to switch.
+        Ok(Ok(response)) if response.status().is_informational() => {
+            LegError { timed_out: false, message: format!("the worker answered {}", response.status()) }
+        }
         Ok(Ok(response)) => {
             let status = response.status();
             claim.judge_status(status);

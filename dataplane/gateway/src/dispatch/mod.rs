@@ -247,7 +247,9 @@ async fn run_attempts(
     let mut last: Option<Failed> = None;
     for attempt in 0..attempts {
         if attempt > 0 {
-            pause(core, request, &pool, attempt).await;
+            if !pause(core, request, &pool, attempt, deadline).await {
+                break;
+            }
             // The fleet may have changed while this request waited.
             if let Lookup::Pool(newer) = core.table.load().lookup(request.body.model()) {
                 pool = newer;
@@ -318,12 +320,17 @@ fn open_scope(core: &Core, request: &Inbound, pool: &ModelPool, decision: &Decis
     )
 }
 
-async fn pause(core: &Core, request: &Inbound, pool: &ModelPool, attempt: u32) {
+/// Waits before another attempt. False when the request's time would be over by then.
+async fn pause(core: &Core, request: &Inbound, pool: &ModelPool, attempt: u32, deadline: Instant) -> bool {
     let delay = retry::delay(&pool.settings.retry, attempt, rand::random());
+    if deadline.saturating_duration_since(Instant::now()) <= delay {
+        return false;
+    }
     let endpoint = request.route.endpoint_label();
     core.metrics.worker_retries.with_label_values(&[worker_type(pool), endpoint]).inc();
     core.metrics.worker_retry_backoff.with_label_values(&[&attempt.to_string()]).observe(delay.as_secs_f64());
     tokio::time::sleep(delay).await;
+    true
 }
 
 fn note_refusal(decision: &Decision, pool: &ModelPool, error: &SelectError, excluded: Vec<crate::decision::Exclusion>) {

@@ -137,13 +137,14 @@ pub(super) fn relay_rewriting(
         .get(header::CONTENT_TYPE)
         .and_then(|value| value.to_str().ok())
         .is_some_and(|value| value.trim_start().starts_with("text/event-stream"));
-    let events = job.request.body.stream() && (pair || says_events);
-    if events {
-        // The gateway may add a comment or an error event: no length can be promised.
-        headers.remove(header::CONTENT_LENGTH);
-        if !says_events {
-            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-        }
+    // Nothing can be read in an encoded body, and nothing put into it.
+    let encoded = head
+        .headers
+        .get(header::CONTENT_ENCODING)
+        .is_some_and(|value| !value.as_bytes().eq_ignore_ascii_case(b"identity"));
+    let events = job.request.body.stream() && !encoded && (pair || says_events);
+    if events && !says_events {
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     }
     if let Ok(url) = HeaderValue::from_str(claim.worker().url.as_str()) {
         headers.insert(ROUTED_WORKER, url);

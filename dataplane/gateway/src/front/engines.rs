@@ -45,6 +45,9 @@ async fn ask(core: &Core, worker: &Worker, method: Method, path: &str, limit: Du
     let request = request.body(LegBody::Empty).map_err(|error| error.to_string())?;
     let exchange = async {
         let (head, body) = core.client.request(request).await.map_err(|error| describe(&error))?.into_parts();
+        if head.status.is_informational() {
+            return Err(format!("the worker answered {}", head.status));
+        }
         let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|error| error.to_string())?.to_bytes();
         Ok(Answer { head, body })
     };

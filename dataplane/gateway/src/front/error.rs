@@ -74,6 +74,9 @@ pub enum GatewayError {
     /// No such method on the route.
     #[error("Not allowed to {0} on {1}")]
     MethodNotAllowed(String, String),
+    /// A part of the URL does not parse.
+    #[error("{0}")]
+    Url(String),
     /// No model is served.
     #[error("No models available")]
     NoModels,
@@ -83,7 +86,9 @@ impl GatewayError {
     /// The status.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::Body(_) | Self::BodyBroken(_) | Self::ModelRequired | Self::Unsupported(_) => StatusCode::BAD_REQUEST,
+            Self::Body(_) | Self::BodyBroken(_) | Self::ModelRequired | Self::Unsupported(_) | Self::Url(_) => {
+                StatusCode::BAD_REQUEST
+            }
             Self::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyStalled => StatusCode::REQUEST_TIMEOUT,
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
@@ -117,6 +122,7 @@ impl GatewayError {
             Self::NotForPairs(_) => "pd_route_unsupported",
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",
+            Self::Url(_) => "invalid_value",
             Self::NoModels => "no_models_available",
         }
     }

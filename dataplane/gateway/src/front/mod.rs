@@ -61,7 +61,7 @@ pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
         .route("/workers", any(admin::forward))
         .route("/workers/{id}", any(admin::forward))
         .route("/fleet/policies", any(admin::forward))
-        .route("/fleet/policies/{model}", any(admin::forward))
+        .route("/fleet/policies/{*model}", any(admin::forward))
         .route("/fleet/settings", any(admin::forward))
         .route("/fleet/gateways", any(admin::forward))
         .route("/fleet/cluster", any(admin::forward))

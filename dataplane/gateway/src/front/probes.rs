@@ -1,6 +1,7 @@
 //! Probes, the model list, and decision records.
 
 use axum::body::Body;
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use serde::Deserialize;
@@ -86,7 +87,15 @@ pub(super) async fn models(State(front): State<Front>, headers: HeaderMap) -> Re
 }
 
 /// `GET /v1/models/{id}`: one of them, by its id.
-pub(super) async fn model(State(front): State<Front>, Path(id): Path<String>, headers: HeaderMap) -> Response<Body> {
+pub(super) async fn model(
+    State(front): State<Front>,
+    id: Result<Path<String>, PathRejection>,
+    headers: HeaderMap,
+) -> Response<Body> {
+    let id = match id {
+        Ok(Path(id)) => id,
+        Err(rejection) => return GatewayError::Url(rejection.body_text()).into_response(),
+    };
     let table = front.core.table.load();
     if !table.models().any(|known| **known == *id) {
         return GatewayError::ModelNotFound(id).into_response();
@@ -102,7 +111,14 @@ pub(super) struct DecisionQuery {
 }
 
 /// `GET /fleet/decisions?request_id=&limit=`: decision records of this gateway, newest first.
-pub(super) async fn decisions(State(front): State<Front>, Query(query): Query<DecisionQuery>) -> Response<Body> {
+pub(super) async fn decisions(
+    State(front): State<Front>,
+    query: Result<Query<DecisionQuery>, QueryRejection>,
+) -> Response<Body> {
+    let query = match query {
+        Ok(Query(query)) => query,
+        Err(rejection) => return GatewayError::Url(rejection.body_text()).into_response(),
+    };
     let limit = query.limit.unwrap_or(50).min(MAX_LISTED);
     let records = front.core.decisions.find(query.request_id.as_deref(), limit);
     json_response(StatusCode::OK, &json!({"gateway": front.core.options.gateway_id, "decisions": records}))

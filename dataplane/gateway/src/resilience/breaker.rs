@@ -103,6 +103,7 @@ impl Breaker {
     /// Whether [`Breaker::admit`] would admit a request.
     pub fn is_available(&self, now_ms: u64, settings: &Settings) -> bool {
         match self.state {
+            _ if settings.is_disabled() => true,
             State::Closed => true,
             State::Open { until_ms } => now_ms >= until_ms,
             State::HalfOpen { in_flight, .. } => in_flight < settings.success_threshold,
@@ -111,6 +112,10 @@ impl Breaker {
 
     /// Admits a request, if the breaker lets one through.
     pub fn admit(&mut self, now_ms: u64, settings: &Settings) -> Option<Admission> {
+        // Switched off while it was open: it must not go on refusing.
+        if settings.is_disabled() {
+            self.state = State::Closed;
+        }
         if let State::Open { until_ms } = self.state
             && now_ms >= until_ms
         {
@@ -291,6 +296,15 @@ mod tests {
             let admission = breaker.admit(0, &settings).unwrap();
             breaker.record(admission, Verdict::Failure, 0, &settings);
         }
+        assert_eq!(breaker.phase(), Phase::Closed);
+    }
+
+    #[test]
+    fn a_breaker_that_is_switched_off_while_open_admits_everything() {
+        let settings = Settings { failure_threshold: None, ..SETTINGS };
+        let mut breaker = opened();
+        assert!(!breaker.is_available(0, &SETTINGS) && breaker.is_available(0, &settings));
+        assert!((0..10).all(|_| breaker.admit(0, &settings).is_some()));
         assert_eq!(breaker.phase(), Phase::Closed);
     }
 

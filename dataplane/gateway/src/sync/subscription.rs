@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use smg_fleet::{Snapshot, wire};
 use smg_net::backoff::Backoff;
@@ -42,7 +42,7 @@ pub(super) async fn run(core: Arc<Core>, link: Arc<Link>, dial: Dial, stored: Op
     let process_id = Uuid::new_v4();
     let mut failures = 0u32;
     for attempt in 0usize.. {
-        let before = *core.revision.borrow();
+        let (before, begun) = (*core.revision.borrow(), Instant::now());
         let ended = tokio::select! {
             ended = subscribe(&core, &link, &dial, attempt, process_id, stored.as_ref()) => ended,
             () = core.closing.cancelled() => Ended::Closing,
@@ -56,7 +56,9 @@ pub(super) async fn run(core: Arc<Core>, link: Arc<Link>, dial: Dial, stored: Op
                 pause
             }
             Ended::Broken(reason) => {
-                failures = if *core.revision.borrow() == before { failures.saturating_add(1) } else { 0 };
+                // A stream that held is no failed attempt, however little it had to say.
+                let held = *core.revision.borrow() != before || begun.elapsed() > REDIALS.max;
+                failures = if held { 0 } else { failures.saturating_add(1) };
                 tracing::warn!(target: SMG, reason, "no stream from the control plane: routing with the last snapshot");
                 REDIALS.delay(failures, rand::random())
             }

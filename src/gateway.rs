@@ -52,6 +52,7 @@ pub fn options(edge: &EdgeArgs) -> GatewayOptions {
         pool_idle_timeout: or_for_ever(edge.upstream_pool_idle_timeout_secs),
         sse_keep_alive: seconds(edge.sse_keepalive_secs),
         request_id_headers: edge.request_id_headers(),
+        routing_key_headers: edge.routing_key_headers(),
         ..GatewayOptions::default()
     }
 }

@@ -12,6 +12,7 @@ use super::limits::EdgeArgs;
 use super::policy::PolicyFlags;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::resilience::ResilienceFlags;
+use super::tuning::TuningFlags;
 use super::worker::WorkerFlags;
 
 /// The flags of `smg launch` as written.
@@ -21,6 +22,8 @@ pub(super) struct LaunchFlags {
     workers: WorkerFlags,
     #[command(flatten)]
     policy: PolicyFlags,
+    #[command(flatten)]
+    tuning: TuningFlags,
     #[command(flatten)]
     resilience: ResilienceFlags,
     #[command(flatten)]
@@ -121,8 +124,11 @@ impl LaunchFlags {
         }
         let mut startup_policy = PolicyDocument::default();
         self.policy.write_to(&mut startup_policy);
+        self.tuning.write_to(&mut startup_policy);
         self.resilience.write_to(&mut startup_policy);
         self.health.write_to(&mut startup_policy);
+        // What no single flag can know, such as that lengths must ascend.
+        startup_policy.validate("").map_err(|error| CliError::conflict("policy flags", error.to_string()))?;
         let warnings = self.warnings();
         Ok(LaunchArgs {
             pd_disaggregation: self.workers.pd_disaggregation,

@@ -9,6 +9,9 @@ use super::values;
 /// Headers that carry a client's request id, most telling first.
 const REQUEST_ID_HEADERS: [&str; 4] = ["x-request-id", "x-correlation-id", "x-trace-id", "request-id"];
 
+/// The header that carries a client's routing key.
+const ROUTING_KEY_HEADER: &str = "x-smg-routing-key";
+
 /// The client edge of one gateway.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Client edge")]
@@ -44,6 +47,9 @@ pub struct EdgeArgs {
     /// [default: x-request-id x-correlation-id x-trace-id request-id]
     #[arg(long, num_args = 0.., value_name = "HEADER", value_parser = values::header_name)]
     pub request_id_headers: Vec<String>,
+    /// Headers to look for a client's routing key in, first valid value wins [default: x-smg-routing-key]
+    #[arg(long, num_args = 0.., value_name = "HEADER", value_parser = values::header_name)]
+    pub routing_key_headers: Vec<String>,
 }
 
 impl EdgeArgs {
@@ -58,6 +64,15 @@ impl EdgeArgs {
             REQUEST_ID_HEADERS.map(str::to_owned).to_vec()
         } else {
             self.request_id_headers.clone()
+        }
+    }
+
+    /// The headers to look for a routing key in: those given, else the documented one.
+    pub fn routing_key_headers(&self) -> Vec<String> {
+        if self.routing_key_headers.is_empty() {
+            vec![ROUTING_KEY_HEADER.to_owned()]
+        } else {
+            self.routing_key_headers.clone()
         }
     }
 }

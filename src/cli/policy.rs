@@ -26,7 +26,8 @@ fn pairing_mode() -> impl TypedValueParser<Value = PairingMode> {
 #[derive(Debug, Clone, Default, PartialEq, Args)]
 #[command(next_help_heading = "Routing")]
 pub struct PolicyFlags {
-    /// Policy of every leg that has none of its own: round_robin, random or power_of_two [default: round_robin]
+    /// Policy of every leg that has none of its own: cache_aware, prefix_hash, consistent_hashing, power_of_two, least_load,
+    /// round_robin, random, manual, or bucket for prefill [default: round_robin]
     #[arg(long, value_parser = policy_name(), hide_possible_values = true, value_name = "POLICY")]
     pub policy: Option<PolicyName>,
     /// Policy of the prefill leg [default: --policy]
@@ -65,11 +66,10 @@ impl PolicyFlags {
     /// Refuses policies that cannot run. `legs` counts the prefill and decode workers of a PD start: a leg's own
     /// `power_of_two` needs two.
     pub(super) fn check(&self, legs: Option<(usize, usize)>) -> Result<(), CliError> {
+        // Prefill and decode workers may join at any time, so an inherited policy counts also where none are named.
         let decode_policy = [("--decode-policy", self.decode_policy), ("--policy", self.policy)];
         let decode_policy = decode_policy.into_iter().find_map(|(flag, name)| Some((flag, name?)));
-        if let (Some((flag, PolicyName::Bucket)), Some(_)) | (Some((flag @ "--decode-policy", PolicyName::Bucket)), _) =
-            (decode_policy, legs)
-        {
+        if let Some((flag, PolicyName::Bucket)) = decode_policy {
             let reason = "bucket cuts prompts by length and cannot choose decode workers; name another --decode-policy";
             return Err(CliError::refused(flag, reason));
         }
@@ -80,10 +80,9 @@ impl PolicyFlags {
         ];
         for (flag, name) in named {
             if let Some(name) = name.filter(|name| !name.is_available()) {
-                let reason = format!(
-                    "the policy `{}` is not available in this version; available are round_robin, random, power_of_two",
-                    name.as_str()
-                );
+                let available = PolicyName::ALL.iter().filter(|name| name.is_available()).map(|name| name.as_str());
+                let available = available.collect::<Vec<_>>().join(", ");
+                let reason = format!("the policy `{name}` is not available in this version; available are {available}");
                 return Err(CliError::refused(flag, reason));
             }
         }

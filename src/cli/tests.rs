@@ -8,29 +8,17 @@ use smg_fleet::{PolicyDocument, Runtime, WorkerSpec, WorkerType};
 
 use super::*;
 
-/// The start commands of the documented gateway's PD page that run HTTP workers and available policies.
-const HTTP_STARTS: [&str; 2] = [
+/// The start commands of the documented gateway's PD page that run HTTP workers.
+const HTTP_STARTS: [&str; 4] = [
     "smg launch --pd-disaggregation --host 0.0.0.0 --port 30000",
     "smg launch --pd-disaggregation --prefill http://prefill-0:8000 8998 --prefill http://prefill-1:8000 8998 \
      --decode http://decode-0:8000 --decode http://decode-1:8000 --decode-policy power_of_two",
-];
-
-/// Those whose prefill policy or decode policy does not exist yet, with the flag that stops them.
-const STARTS_REFUSED_FOR_A_POLICY: [(&str, &str, &str); 2] = [
-    (
-        "smg launch --pd-disaggregation --prefill http://prefill-0:8000 8998 --prefill http://prefill-1:8000 8998 \
-         --decode http://decode-0:8000 --decode http://decode-1:8000 \
-         --prefill-policy cache_aware --decode-policy power_of_two",
-        "--prefill-policy",
-        "cache_aware",
-    ),
-    (
-        "smg launch --pd-disaggregation --prefill http://prefill-0:8000 8998 --prefill http://prefill-1:8000 8998 \
-         --decode http://decode-0:8000 --decode http://decode-1:8000 \
-         --prefill-policy cache_aware --decode-policy least_load",
-        "--prefill-policy",
-        "cache_aware",
-    ),
+    "smg launch --pd-disaggregation --prefill http://prefill-0:8000 8998 --prefill http://prefill-1:8000 8998 \
+     --decode http://decode-0:8000 --decode http://decode-1:8000 \
+     --prefill-policy cache_aware --decode-policy power_of_two",
+    "smg launch --pd-disaggregation --prefill http://prefill-0:8000 8998 --prefill http://prefill-1:8000 8998 \
+     --decode http://decode-0:8000 --decode http://decode-1:8000 \
+     --prefill-policy cache_aware --decode-policy least_load",
 ];
 
 /// Those that run gRPC workers.
@@ -170,11 +158,6 @@ fn every_documented_http_start_command_parses_as_written() {
     for line in HTTP_STARTS {
         assert!(launch(line).pd_disaggregation, "{line}");
     }
-    for (line, flag, policy) in STARTS_REFUSED_FOR_A_POLICY {
-        let (refused, reason) = refusal(line);
-        assert_eq!(refused, flag);
-        assert!(reason.contains(policy), "{reason}");
-    }
 }
 
 #[test]
@@ -278,12 +261,19 @@ fn pd_flags_without_pd_mode_only_warn() {
 }
 
 #[test]
-fn known_but_absent_policies_are_refused_by_name_and_unknown_ones_are_usage_errors() {
-    for policy in ["cache_aware", "least_load", "prefix_hash", "consistent_hashing", "manual", "passthrough"] {
+fn every_policy_but_passthrough_is_available_and_unknown_ones_are_usage_errors() {
+    for policy in PolicyName::ALL.iter().map(|policy| policy.as_str()) {
         for flag in ["--policy", "--prefill-policy", "--decode-policy"] {
-            let (refused, reason) = refusal(&format!("smg --pd-disaggregation {flag} {policy}"));
-            assert_eq!(refused, flag);
-            assert!(reason.contains(policy), "{reason}");
+            let line = format!("smg --pd-disaggregation --enable-igw {flag} {policy}");
+            match (policy, flag) {
+                ("passthrough", _) => {
+                    let (refused, reason) = refusal(&line);
+                    assert_eq!(refused, flag);
+                    assert!(reason.contains("`passthrough` is not available"), "{reason}");
+                }
+                ("bucket", "--policy" | "--decode-policy") => assert_eq!(refusal(&line).0, flag),
+                _ => drop(launch(&line)),
+            }
         }
     }
     assert!(syntax_error("smg --policy fastest").contains("fastest"));
@@ -294,6 +284,7 @@ fn bucket_is_refused_for_decode_also_when_inherited() {
     for (line, flag) in [
         ("smg --pd-disaggregation --decode-policy bucket", "--decode-policy"),
         ("smg --decode-policy bucket", "--decode-policy"),
+        ("smg --policy bucket", "--policy"),
         ("smg --pd-disaggregation --policy bucket", "--policy"),
         ("smg --pd-disaggregation --policy bucket --prefill-policy random", "--policy"),
     ] {
@@ -301,9 +292,43 @@ fn bucket_is_refused_for_decode_also_when_inherited() {
         assert_eq!(refused, flag, "{line}");
         assert!(reason.contains("cannot choose decode workers"), "{line}: {reason}");
     }
-    let (refused, reason) = refusal("smg --pd-disaggregation --prefill-policy bucket");
-    assert_eq!(refused, "--prefill-policy");
-    assert!(reason.contains("`bucket` is not available"));
+    launch("smg --pd-disaggregation --prefill-policy bucket");
+    launch("smg --pd-disaggregation --policy bucket --decode-policy least_load");
+}
+
+#[test]
+fn every_tuning_flag_reaches_the_startup_policy() {
+    let said = launch(
+        "smg --cache-threshold 0.4 --balance-abs-threshold 5 --balance-rel-threshold 2.5 \
+         --balance-token-usage-threshold 0.6 --overload-token-usage-threshold 0.7 --max-tree-size 1000 \
+         --eviction-interval 60 --prefix-token-count 8 --cache-boundaries 16,32 --prefix-hash-load-factor 1.5 \
+         --prefix-hash-balance-abs-threshold 4 --least-load-kv-pressure-weight 0.5 --least-load-default-throughput 10 \
+         --least-load-mean-prefill-tokens 7 --least-load-max-waiting-requests 3 \
+         --power-of-two-load-metric least_requests --assignment-mode min_group --max-idle-secs 9 \
+         --bucket-adjust-interval-secs 12",
+    );
+    let expected = serde_json::json!({
+        "cache_aware": {"cache_threshold": 0.4, "balance_abs_threshold": 5, "balance_rel_threshold": 2.5,
+            "balance_token_usage_threshold": 0.6, "overload_token_usage_threshold": 0.7, "max_tree_size": 1000},
+        "bucket": {"adjust_interval_secs": 12, "balance_abs_threshold": 5, "balance_rel_threshold": 2.5},
+        "prefix_hash": {"prefix_token_count": 8, "boundaries": [16, 32], "load_factor": 1.5, "balance_abs_threshold": 4.0},
+        "least_load": {"kv_pressure_weight": 0.5, "default_throughput": 10.0, "mean_prefill_tokens": 7,
+            "max_waiting_requests": 3},
+        "power_of_two": {"load_metric": "least_requests"},
+        "manual": {"assignment_mode": "min_group", "max_idle_secs": 9},
+    });
+    assert_eq!(serde_json::to_value(&said.startup_policy).unwrap(), expected);
+    let aliases = "smg --cache-match-threshold 0.4 --spill-abs-threshold 5 --spill-rel-threshold 2.5 \
+                   --eviction-interval-secs 60 --sticky-key-idle-secs 9";
+    let aliased = launch(aliases).startup_policy;
+    assert_eq!(aliased.cache_aware.unwrap().cache_threshold, Some(0.4));
+    assert_eq!(aliased.manual.unwrap().max_idle_secs, Some(9));
+}
+
+#[test]
+fn routing_key_headers_are_those_given_or_the_documented_one() {
+    assert_eq!(launch("smg").edge.routing_key_headers(), ["x-smg-routing-key"]);
+    assert_eq!(launch("smg --routing-key-headers X-Mine x-other").edge.routing_key_headers(), ["x-mine", "x-other"]);
 }
 
 #[test]
@@ -369,6 +394,19 @@ fn backends_without_an_http_pd_protocol_are_refused() {
 #[test]
 fn numbers_outside_their_bounds_are_usage_errors() {
     for flags in [
+        "--cache-threshold 1.5",
+        "--balance-rel-threshold 0.5",
+        "--overload-token-usage-threshold 0",
+        "--max-tree-size 0",
+        "--prefix-hash-load-factor inf",
+        "--cache-boundaries 0",
+        "--least-load-default-throughput 0",
+        "--least-load-kv-pressure-weight -1",
+        "--power-of-two-load-metric latency",
+        "--assignment-mode first",
+        "--max-idle-secs 0",
+        "--bucket-adjust-interval-secs 0",
+        "--routing-key-headers a:b",
         "--retry-max-retries 0",
         "--retry-backoff-multiplier 0.9",
         "--retry-backoff-multiplier inf",
@@ -392,6 +430,7 @@ fn numbers_outside_their_bounds_are_usage_errors() {
     ] {
         syntax_error(&format!("smg {flags}"));
     }
+    assert!(refusal("smg --cache-boundaries 32,16").1.contains("ascending"));
     assert_eq!(refusal("smg --prometheus-duration-buckets 1 1").0, "--prometheus-duration-buckets");
 }
 
@@ -451,6 +490,7 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
             check_interval_secs: Some(15),
             delay_secs: Some(16),
         }),
+        ..PolicyDocument::default()
     };
     assert_eq!(arguments.startup_policy, expected);
     assert_eq!(arguments.startup_policy.validate(""), Ok(()));

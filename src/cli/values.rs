@@ -24,6 +24,14 @@ pub(super) fn positive(text: &str) -> Result<f64, String> {
     }
 }
 
+/// A finite number of at least zero, such as a weight.
+pub(super) fn amount(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("must be a finite number of at least 0".to_owned()),
+    }
+}
+
 /// The path part of a URL.
 pub(super) fn url_path(text: &str) -> Result<String, String> {
     if text.starts_with('/') && !text.contains(|c: char| c.is_whitespace() || c.is_control()) {

@@ -354,6 +354,33 @@ impl ClientBody {
             Route::Generate => self.value(Field::Text).and_then(first_text).unwrap_or_default(),
         }
     }
+
+    /// The token ids that content-based policies look at, where the prompt is one or a list of them: those of the first
+    /// prompt.
+    ///
+    /// Computed on every call; only policies that need it should ask.
+    pub fn routing_token_ids(&self) -> Option<Vec<u32>> {
+        let prompt = match self.route {
+            Route::Completions => self.value(Field::Prompt),
+            Route::Generate => self.value(Field::InputIds),
+            Route::Embeddings | Route::Classify => self.value(Field::Input),
+            _ => None,
+        }?;
+        if let Ok(ids) = serde_json::from_str(prompt) {
+            return Some(ids);
+        }
+        let mut first = None;
+        json::each_element(prompt, |element| {
+            first.get_or_insert(element);
+        })
+        .ok()?;
+        serde_json::from_str(first?).ok()
+    }
+
+    /// What `field` says, for comparing: the text of a string, the JSON text of anything else.
+    pub fn routing_value(&self, field: Field) -> Option<Cow<'_, str>> {
+        self.value(field).map(|raw| json::string(raw).unwrap_or(Cow::Borrowed(raw)))
+    }
 }
 
 /// Judges a prompt by its first element: engines do not accept mixed lists.

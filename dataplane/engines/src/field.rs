@@ -81,6 +81,12 @@ fields! {
     Text = "text",
     /// Sampling parameters of SGLang's `/generate`.
     SamplingParams = "sampling_params",
+    /// Keeps the KV of equal prompts apart (vLLM, SGLang).
+    CacheSalt = "cache_salt",
+    /// Keeps the KV of equal prompts apart (SGLang).
+    ExtraKey = "extra_key",
+    /// Adapter that serves the request (SGLang).
+    LoraPath = "lora_path",
     /// Log probabilities, OpenAI routes.
     Logprobs = "logprobs",
     /// Log probabilities, `/generate`.

@@ -200,3 +200,29 @@ fn deep_nesting_and_many_members_do_no_harm() {
     let body = parse(&format!("{{{}}}", members.join(",")), ChatCompletions);
     assert_eq!(body.model(), None);
 }
+
+#[test]
+fn token_ids_are_those_of_the_first_prompt() {
+    for (text, route, expected) in [
+        (r#"{"prompt":[1,2]}"#, Completions, Some(vec![1, 2])),
+        (r#"{"prompt":[[3,4],[5]]}"#, Completions, Some(vec![3, 4])),
+        (r#"{"prompt":"once"}"#, Completions, None),
+        (r#"{"prompt":["a"]}"#, Completions, None),
+        (r#"{"prompt":[-1]}"#, Completions, None),
+        (r#"{"prompt":[]}"#, Completions, Some(vec![])),
+        (r#"{"input_ids":[7],"text":"t"}"#, Generate, Some(vec![7])),
+        (r#"{"input_ids":[[8],[9]]}"#, Generate, Some(vec![8])),
+        (r#"{"prompt":[1]}"#, Generate, None),
+        (r#"{"messages":[1]}"#, ChatCompletions, None),
+    ] {
+        assert_eq!(parse(text, route).routing_token_ids(), expected, "{text}");
+    }
+}
+
+#[test]
+fn what_keeps_kv_apart_is_compared_as_text_whatever_its_shape() {
+    let body = parse(r#"{"cache_salt":"a\"b","extra_key":["x","y"],"lora_path":null}"#, Generate);
+    assert_eq!(body.routing_value(Field::CacheSalt).as_deref(), Some("a\"b"));
+    assert_eq!(body.routing_value(Field::ExtraKey).as_deref(), Some(r#"["x","y"]"#));
+    assert_eq!(body.routing_value(Field::LoraPath), None);
+}

@@ -8,12 +8,15 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde::Serialize;
+use smg_fleet::policy::PolicyName;
 use smg_telemetry::Metrics;
 
 /// Most records kept.
 pub const MAX_DECISIONS: usize = 4096;
 /// Most exclusions noted per attempt.
 const MAX_EXCLUSIONS: usize = 32;
+/// Most decisions of policies noted per attempt.
+const MAX_PICKS: usize = 8;
 
 /// A worker that was passed over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -22,6 +25,20 @@ pub struct Exclusion {
     pub worker: String,
     /// Why.
     pub reason: &'static str,
+}
+
+/// A decision of a policy.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Picked {
+    /// `regular`, `prefill` or `decode`.
+    pub leg: &'static str,
+    /// The policy.
+    pub policy: PolicyName,
+    /// Which of its rules decided.
+    pub branch: &'static str,
+    /// The share of the prompt that its record of prompts knew, 0 to 1, if it asked one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub match_ratio: Option<f64>,
 }
 
 /// One attempt to serve a request. Times are milliseconds since the request arrived.
@@ -50,6 +67,9 @@ pub struct Attempt {
     /// Whether the decode leg carried a KV handoff; absent when that is not known to the gateway.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_handoff: Option<bool>,
+    /// What policies decided, in order; a leg occurs again if the worker picked first let nobody in.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub picks: Vec<Picked>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub excluded: Vec<Exclusion>,
     pub selected_ms: u64,
@@ -142,6 +162,7 @@ impl Decision {
     pub fn begin_attempt(&self, mut attempt: Attempt) -> usize {
         attempt.selected_ms = self.elapsed_ms();
         attempt.excluded.truncate(MAX_EXCLUSIONS);
+        attempt.picks.truncate(MAX_PICKS);
         let mut record = self.record.lock();
         record.attempts.push(attempt);
         record.attempts.len() - 1

@@ -15,6 +15,7 @@ pub mod decision;
 pub mod dispatch;
 pub mod fleet;
 pub mod front;
+pub mod hints;
 pub mod options;
 pub mod relay;
 pub mod resilience;
@@ -42,6 +43,7 @@ impl Gateway {
     pub fn start(options: GatewayOptions, metrics: Arc<Metrics>, dial: Dial) -> Self {
         let core = Core::new(options, metrics);
         let link = sync::start(Arc::clone(&core), dial);
+        smg_net::spawn("policy-gauges", fleet::policies::show_for_ever(Arc::clone(&core)));
         Self { core, link }
     }
 

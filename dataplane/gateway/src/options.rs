@@ -24,6 +24,8 @@ pub struct GatewayOptions {
     pub sse_keep_alive: Duration,
     /// Headers that may carry a request id, in order of preference, lower case.
     pub request_id_headers: Vec<String>,
+    /// Headers that may carry a routing key, in order of preference, lower case.
+    pub routing_key_headers: Vec<String>,
     /// How long writes wait for the control plane.
     pub control_plane_timeout: Duration,
 }
@@ -41,6 +43,7 @@ impl Default for GatewayOptions {
             pool_idle_timeout: Duration::from_secs(3),
             sse_keep_alive: Duration::from_secs(15),
             request_id_headers: headers.map(str::to_owned).to_vec(),
+            routing_key_headers: vec!["x-smg-routing-key".to_owned()],
             control_plane_timeout: Duration::from_secs(2),
         }
     }

@@ -1,20 +1,22 @@
 //! Choosing the workers of one attempt.
 //!
 //! The prefill policy picks among the prefills that have an available compatible decode, then the decode policy picks among that prefill's
-//! available partners. An attempt avoids what the attempts before it tried, as long as something else is there. Pure but for the claims:
-//! availability and loads are read once, randomness is passed in.
+//! available partners. An attempt avoids what the attempts before it tried, as long as something else is there. Pure but for the claims
+//! and the policies' own memory: availability and loads are read once, time and randomness are passed in.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 use smg_engines::Legs;
 use smg_fleet::WorkerId;
-use smg_policies::{Candidate, Policy, RequestView};
+use smg_fleet::policy::PolicyName;
+use smg_policies::{Candidate, Leg};
 use thiserror::Error;
 
-use crate::decision::Exclusion;
+use crate::decision::{Exclusion, Picked};
 use crate::fleet::table::{Mismatch, ModelPool};
 use crate::fleet::worker::{InFlight, RoutedWorker};
+use crate::hints::Hints;
 
 /// Why no worker was selected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -31,6 +33,14 @@ pub enum SelectError {
     /// Workers are available, but none of a prefill's partners is.
     #[error("No available servers: No available decode workers that can pair with an available prefill worker")]
     NoPartner,
+    /// A policy would have none of the available workers: a client's strict wish, or a cap that all have reached.
+    #[error("No available servers: Policy {policy} failed to select a {leg} worker")]
+    Declined {
+        /// The policy.
+        policy: PolicyName,
+        /// The leg it chose for.
+        leg: &'static str,
+    },
     /// No prefill shares a KV transfer protocol with any decode.
     #[error("No prefill/decode pair shares a KV transfer protocol (mismatch on {:?}; prefill: {:?}, decode: {:?})", .0.components, .0.prefill_keys, .0.decode_keys)]
     Incompatible(Mismatch),
@@ -102,30 +112,52 @@ impl Avoid {
 
 type Indices = SmallVec<[usize; 32]>;
 
-/// Picks and claims the workers of an attempt. `entropy` yields random numbers; `exclusions` receives why workers were passed over.
+/// What an attempt chooses by.
+#[derive(Debug)]
+pub struct Choice<'a> {
+    /// The workers and policies.
+    pub pool: &'a ModelPool,
+    /// What earlier attempts tried.
+    pub tried: &'a Tried,
+    /// The request.
+    pub hints: &'a Hints<'a>,
+    /// Time, in milliseconds of the gateway's clock.
+    pub now_ms: u64,
+}
+
+/// How a selection came about.
+#[derive(Debug, Default)]
+pub struct Trace {
+    /// Why workers were passed over.
+    pub exclusions: Vec<Exclusion>,
+    /// What policies decided, in order.
+    pub picks: Vec<Picked>,
+}
+
+/// Picks and claims the workers of an attempt. `entropy` yields random numbers; `trace` receives how it came about.
 ///
 /// # Errors
 /// When nothing can be picked, and why.
 pub fn select(
-    pool: &ModelPool,
-    tried: &Tried,
+    choice: &Choice<'_>,
     mut entropy: impl FnMut() -> u64,
-    exclusions: &mut Vec<Exclusion>,
+    trace: &mut Trace,
 ) -> Result<Selection, SelectError> {
-    let regulars = available(pool.regulars.iter(), exclusions);
-    let prefills = available(pool.prefills.iter().map(|entry| &entry.worker), exclusions);
-    let decodes = available(pool.decodes.iter(), exclusions);
+    let pool = choice.pool;
+    let regulars = available(pool.regulars.iter(), &mut trace.exclusions);
+    let prefills = available(pool.prefills.iter().map(|entry| &entry.worker), &mut trace.exclusions);
+    let decodes = available(pool.decodes.iter(), &mut trace.exclusions);
     let paired = !prefills.is_empty() && !decodes.is_empty() && pool.mismatch.is_none();
     // Where a model has both kinds of workers, each kind gets its share of the traffic.
     let regular_share = regulars.len() as u64;
     let pair_share = if paired { (prefills.len() + decodes.len()) as u64 } else { 0 };
     if regular_share > 0 && (pair_share == 0 || entropy() % (regular_share + pair_share) < regular_share) {
-        return select_regular(pool, tried, &regulars, entropy);
+        return choice.regular(&regulars, &mut entropy, &mut trace.picks);
     }
     if !paired {
         return Err(why_nothing(pool, prefills.is_empty()));
     }
-    select_pair(pool, tried, &prefills, &decodes, entropy)
+    choice.pair(&prefills, &decodes, &mut entropy, &mut trace.picks)
 }
 
 /// Picks and claims one worker for a route that has no second leg.
@@ -133,23 +165,21 @@ pub fn select(
 /// # Errors
 /// When nothing can be picked, and why.
 pub fn select_one(
-    pool: &ModelPool,
+    choice: &Choice<'_>,
     legs: Legs,
-    tried: &Tried,
     mut entropy: impl FnMut() -> u64,
-    exclusions: &mut Vec<Exclusion>,
+    trace: &mut Trace,
 ) -> Result<Selection, SelectError> {
-    let regulars = available(pool.regulars.iter(), exclusions);
+    let pool = choice.pool;
+    let regulars = available(pool.regulars.iter(), &mut trace.exclusions);
     if !regulars.is_empty() || legs == Legs::RegularOnly {
-        return select_regular(pool, tried, &regulars, entropy);
+        return choice.regular(&regulars, &mut entropy, &mut trace.picks);
     }
-    let mut prefills = available(pool.prefills.iter().map(|entry| &entry.worker), exclusions);
+    let mut prefills = available(pool.prefills.iter().map(|entry| &entry.worker), &mut trace.exclusions);
     // The policy of whole requests, not that of the prefill leg: no KV cache is built.
     while !prefills.is_empty() {
-        let workers = prefills.iter().map(|index| &pool.prefills[*index].worker);
-        let picked = pick(&*pool.policies.regular, workers, pool, entropy());
-        let Some(index) = prefills.get(picked).copied() else { break };
-        if let Some(claim) = pool.prefills[index].worker.claim() {
+        let picked = choice.pick(Leg::Regular, Leg::Prefill, &prefills, entropy(), &mut trace.picks)?;
+        if let Some(claim) = pool.prefills[prefills[picked]].worker.claim() {
             return Ok(Selection::Regular(claim));
         }
         prefills.remove(picked);
@@ -157,69 +187,128 @@ pub fn select_one(
     Err(SelectError::NoPrefillServers)
 }
 
-fn select_regular(
-    pool: &ModelPool,
-    tried: &Tried,
-    available: &Indices,
-    mut entropy: impl FnMut() -> u64,
-) -> Result<Selection, SelectError> {
-    let mut rest: Indices =
-        available.iter().copied().filter(|index| !tried.failed.contains(&pool.regulars[*index].id())).collect();
-    if rest.is_empty() {
-        rest = available.clone();
-    }
-    // A breaker may close its door between the check and the claim: then the next candidate is asked.
-    while !rest.is_empty() {
-        let picked = pick(&*pool.policies.regular, rest.iter().map(|index| &pool.regulars[*index]), pool, entropy());
-        let Some(index) = rest.get(picked).copied() else { break };
-        if let Some(claim) = pool.regulars[index].claim() {
-            return Ok(Selection::Regular(claim));
+impl Choice<'_> {
+    fn regular(
+        &self,
+        available: &Indices,
+        entropy: &mut impl FnMut() -> u64,
+        picks: &mut Vec<Picked>,
+    ) -> Result<Selection, SelectError> {
+        let pool = self.pool;
+        let untried = |index: &usize| !self.tried.failed.contains(&pool.regulars[*index].id());
+        let mut rest: Indices = available.iter().copied().filter(untried).collect();
+        if rest.is_empty() {
+            rest = available.clone();
         }
-        rest.remove(picked);
+        // A breaker may close its door between the check and the claim: then the next candidate is asked.
+        while !rest.is_empty() {
+            let picked = self.pick(Leg::Regular, Leg::Regular, &rest, entropy(), picks)?;
+            if let Some(claim) = pool.regulars[rest[picked]].claim() {
+                return Ok(Selection::Regular(claim));
+            }
+            rest.remove(picked);
+        }
+        Err(SelectError::Unavailable("regular"))
     }
-    Err(SelectError::Unavailable("regular"))
+
+    fn pair(
+        &self,
+        prefills: &Indices,
+        decodes: &Indices,
+        entropy: &mut impl FnMut() -> u64,
+        picks: &mut Vec<Picked>,
+    ) -> Result<Selection, SelectError> {
+        let (pool, tried) = (self.pool, self.tried);
+        let levels: &[Avoid] = if tried.is_empty() {
+            &[Avoid::Nothing]
+        } else {
+            &[Avoid::FailedWorkers, Avoid::TriedPairs, Avoid::Nothing]
+        };
+        let mut reason = SelectError::NoPartner;
+        for avoid in levels {
+            let partners = |prefill: usize| {
+                let entry = &pool.prefills[prefill];
+                let allowed = |decode: &usize| avoid.allows(tried, &entry.worker, &pool.decodes[*decode]);
+                both(&entry.partners, decodes).filter(allowed)
+            };
+            let mut candidates: Indices =
+                prefills.iter().copied().filter(|index| partners(*index).next().is_some()).collect();
+            while !candidates.is_empty() {
+                let picked = match self.pick(Leg::Prefill, Leg::Prefill, &candidates, entropy(), picks) {
+                    Ok(picked) => picked,
+                    Err(declined) => {
+                        reason = declined;
+                        break;
+                    }
+                };
+                let index = candidates.remove(picked);
+                let Some(prefill) = pool.prefills[index].worker.claim() else { continue };
+                match self.decode(partners(index).collect(), entropy, picks) {
+                    Ok(Some(decode)) => return Ok(Selection::Pair { prefill, decode }),
+                    Ok(None) => {}
+                    Err(declined) => reason = declined,
+                }
+            }
+        }
+        Err(reason)
+    }
+
+    /// Picks and claims one of `rest`; none if all of them closed their door.
+    fn decode(
+        &self,
+        mut rest: Indices,
+        entropy: &mut impl FnMut() -> u64,
+        picks: &mut Vec<Picked>,
+    ) -> Result<Option<InFlight>, SelectError> {
+        while !rest.is_empty() {
+            let picked = self.pick(Leg::Decode, Leg::Decode, &rest, entropy(), picks)?;
+            if let Some(claim) = self.pool.decodes[rest[picked]].claim() {
+                return Ok(Some(claim));
+            }
+            rest.remove(picked);
+        }
+        Ok(None)
+    }
+
+    /// Asks the policy of a leg for one of `rest`, which are places in the list of workers of `role`. Returns the place in `rest`.
+    fn pick(
+        &self,
+        leg: Leg,
+        role: Leg,
+        rest: &Indices,
+        entropy: u64,
+        picks: &mut Vec<Picked>,
+    ) -> Result<usize, SelectError> {
+        let pool = self.pool;
+        let policy = pool.policies.of(leg);
+        let candidate = |index: &usize| {
+            let worker = match role {
+                Leg::Regular => &pool.regulars[*index],
+                Leg::Prefill => &pool.prefills[*index].worker,
+                Leg::Decode => &pool.decodes[*index],
+            };
+            Candidate::new(worker.key(), worker.url.as_str(), worker.runtime.load())
+        };
+        let candidates: SmallVec<[Candidate<'_>; 32]> = rest.iter().map(candidate).collect();
+        // A client names a worker of the leg. If that one is not among the candidates, no other will do.
+        let place = |wanted: usize| rest.iter().position(|index| *index == wanted).unwrap_or(usize::MAX);
+        let target = self.hints.target_worker().map(place);
+        let request = self.hints.view(&pool.model, &**policy, self.now_ms).with_target_worker(target);
+        let pick = policy.decide(&candidates, &request, entropy);
+        let leg = leg_name(role);
+        picks.push(Picked { leg, policy: policy.name(), branch: pick.branch, match_ratio: pick.match_ratio });
+        let declined = SelectError::Declined { policy: policy.name(), leg };
+        pick.index.filter(|index| *index < rest.len()).ok_or(declined)
+    }
 }
 
-fn select_pair(
-    pool: &ModelPool,
-    tried: &Tried,
-    prefills: &Indices,
-    decodes: &Indices,
-    mut entropy: impl FnMut() -> u64,
-) -> Result<Selection, SelectError> {
-    let levels: &[Avoid] =
-        if tried.is_empty() { &[Avoid::Nothing] } else { &[Avoid::FailedWorkers, Avoid::TriedPairs, Avoid::Nothing] };
-    for avoid in levels {
-        let partners = |prefill: usize| {
-            let entry = &pool.prefills[prefill];
-            let allowed = |decode: &usize| avoid.allows(tried, &entry.worker, &pool.decodes[*decode]);
-            both(&entry.partners, decodes).filter(allowed)
-        };
-        let mut candidates: Indices =
-            prefills.iter().copied().filter(|index| partners(*index).next().is_some()).collect();
-        while !candidates.is_empty() {
-            let workers = candidates.iter().map(|index| &pool.prefills[*index].worker);
-            let picked = pick(&*pool.policies.prefill, workers, pool, entropy());
-            let Some(index) = candidates.get(picked).copied() else { break };
-            let Some(prefill) = pool.prefills[index].worker.claim() else {
-                candidates.remove(picked);
-                continue;
-            };
-            let mut rest: Indices = partners(index).collect();
-            while !rest.is_empty() {
-                let picked =
-                    pick(&*pool.policies.decode, rest.iter().map(|index| &pool.decodes[*index]), pool, entropy());
-                let Some(index) = rest.get(picked).copied() else { break };
-                if let Some(decode) = pool.decodes[index].claim() {
-                    return Ok(Selection::Pair { prefill, decode });
-                }
-                rest.remove(picked);
-            }
-            drop(prefill);
-            candidates.remove(picked);
-        }
+/// The name of a leg in messages, records and labels.
+pub fn leg_name(leg: Leg) -> &'static str {
+    match leg {
+        Leg::Regular => "regular",
+        Leg::Prefill => "prefill",
+        Leg::Decode => "decode",
     }
-    Err(SelectError::NoPartner)
 }
 
 /// The common members of two ascending lists.
@@ -229,18 +318,6 @@ fn both<'a>(one: &'a [usize], other: &'a [usize]) -> impl Iterator<Item = usize>
         while other.next_if(|next| next < wanted).is_some() {}
         other.peek() == Some(wanted)
     })
-}
-
-fn pick<'a>(
-    policy: &dyn Policy,
-    workers: impl Iterator<Item = &'a Arc<RoutedWorker>>,
-    pool: &ModelPool,
-    entropy: u64,
-) -> usize {
-    let candidates: SmallVec<[Candidate<'_>; 32]> = workers
-        .map(|worker| Candidate::new(worker.id().0.as_u128(), worker.url.as_str(), worker.runtime.load()))
-        .collect();
-    policy.pick(&candidates, &RequestView::new(&pool.model), entropy).unwrap_or(usize::MAX)
 }
 
 fn available<'a>(workers: impl Iterator<Item = &'a Arc<RoutedWorker>>, exclusions: &mut Vec<Exclusion>) -> Indices {

@@ -95,6 +95,10 @@ impl Policy for Bucket {
         Pick::new(index, branch)
     }
 
+    fn reads_prompt(&self) -> bool {
+        true
+    }
+
     fn retain(&self, workers: &[WorkerKey]) {
         self.window.lock().given.retain(|worker, _| workers.contains(worker));
     }

@@ -23,20 +23,23 @@ mod random;
 mod request;
 mod ring;
 mod round_robin;
+mod tuning;
 mod wait;
 
 pub use bucket::{Bucket, BucketTuning};
 pub use cache_aware::{CacheAware, CacheAwareTuning};
 pub use consistent_hashing::ConsistentHashing;
 pub use least_load::{LeastLoad, LeastLoadTuning};
-pub use manual::{AssignmentMode, Manual, ManualTuning};
-pub use power_of_two::{LoadMetric, PowerOfTwo};
+pub use manual::{Manual, ManualTuning};
+pub use power_of_two::PowerOfTwo;
 pub use prefix_hash::{PrefixHash, PrefixHashTuning};
 pub use random::Random;
 pub use request::{Candidate, LoadReport, Partition, RequestView, WorkerKey};
 pub use ring::{MAX_RINGS, VIRTUAL_NODES};
 pub use round_robin::{MAX_CANDIDATE_SETS, RoundRobin};
 pub use smg_fleet::policy::PolicyName;
+pub use smg_fleet::tuning::{AssignmentMode, LoadMetric};
+pub use tuning::Tuning;
 pub use wait::WaitTuning;
 
 /// A decision with its reason.
@@ -88,6 +91,11 @@ pub trait Policy: Send + Sync + std::fmt::Debug {
         Pick::new(self.pick(candidates, request, entropy), self.name().as_str())
     }
 
+    /// Whether decisions depend on the prompt: where none of a request's policies asks for it, nobody reads it.
+    fn reads_prompt(&self) -> bool {
+        false
+    }
+
     /// The leg's workers are now exactly these, available or not: what is remembered of others is forgotten.
     fn retain(&self, _workers: &[WorkerKey]) {}
 
@@ -95,23 +103,6 @@ pub trait Policy: Send + Sync + std::fmt::Debug {
     fn footprint(&self) -> Footprint {
         Footprint::default()
     }
-}
-
-/// The tuning of all policies; the default is the documented one.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Tuning {
-    /// Of `power_of_two`.
-    pub power_of_two: LoadMetric,
-    /// Of `least_load`.
-    pub least_load: LeastLoadTuning,
-    /// Of `cache_aware`.
-    pub cache_aware: CacheAwareTuning,
-    /// Of `prefix_hash`.
-    pub prefix_hash: PrefixHashTuning,
-    /// Of `manual`.
-    pub manual: ManualTuning,
-    /// Of `bucket`.
-    pub bucket: BucketTuning,
 }
 
 /// The leg a policy is meant for.

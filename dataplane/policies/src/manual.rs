@@ -9,6 +9,7 @@
 
 use parking_lot::Mutex;
 use smg_fleet::policy::PolicyName;
+use smg_fleet::tuning::AssignmentMode;
 
 use crate::fingerprint::KeyMap;
 use crate::lru::LruList;
@@ -22,34 +23,10 @@ const MAX_PINS: usize = 2;
 /// Forgotten keys per request, so that no request pays for many.
 const EXPIRED_PER_PICK: usize = 4;
 
-/// How a new key gets its worker (`--assignment-mode`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum AssignmentMode {
-    /// Uniform.
-    #[default]
-    Random,
-    /// The fewest requests in flight.
-    MinLoad,
-    /// The fewest pinned keys.
-    MinGroup,
-}
-
-impl AssignmentMode {
-    /// By its name in flags and documents. `delegate`, which leaves the choice to another policy, means the least load here.
-    pub fn from_name(name: &str) -> Option<Self> {
-        match name {
-            "random" => Some(Self::Random),
-            "min_load" | "delegate" => Some(Self::MinLoad),
-            "min_group" => Some(Self::MinGroup),
-            _ => None,
-        }
-    }
-}
-
 /// How `manual` assigns and forgets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ManualTuning {
-    /// How a new key gets its worker.
+    /// How a new key gets its worker (`--assignment-mode`).
     pub assignment: AssignmentMode,
     /// A key that is idle for longer is forgotten, in milliseconds (`--max-idle-secs`).
     pub max_idle_ms: u64,
@@ -83,7 +60,8 @@ impl Manual {
         };
         match self.tuning.assignment {
             AssignmentMode::Random => Some(uniform(entropy, candidates.len())),
-            AssignmentMode::MinLoad => by(&|candidate| candidate.load),
+            // There is no other policy to leave the choice to.
+            AssignmentMode::MinLoad | AssignmentMode::Delegate => by(&|candidate| candidate.load),
             AssignmentMode::MinGroup => by(&|candidate| pins.group_size(worker(candidate))),
         }
     }

@@ -4,33 +4,10 @@
 //! still keeps the longest queue short.
 
 use smg_fleet::policy::PolicyName;
+use smg_fleet::tuning::LoadMetric;
 
 use crate::wait::{WaitTuning, Waits, expected_waits, least};
 use crate::{Candidate, Policy, RequestView, next_word, uniform};
-
-/// What is compared (`--power-of-two-load-metric`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum LoadMetric {
-    /// Expected wait of the pair; requests in flight if neither reports.
-    #[default]
-    ExpectedWait,
-    /// Requests in flight of all candidates, not of a pair.
-    LeastRequests,
-    /// Requests in flight of the pair, ties by expected wait.
-    Requests,
-}
-
-impl LoadMetric {
-    /// By its name in flags and documents.
-    pub fn from_name(name: &str) -> Option<Self> {
-        match name {
-            "expected_wait" => Some(Self::ExpectedWait),
-            "least_requests" => Some(Self::LeastRequests),
-            "requests" => Some(Self::Requests),
-            _ => None,
-        }
-    }
-}
 
 /// The better of two distinct random candidates.
 #[derive(Debug, Clone, Copy, Default)]

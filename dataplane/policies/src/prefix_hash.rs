@@ -94,6 +94,10 @@ impl Policy for PrefixHash {
         }
     }
 
+    fn reads_prompt(&self) -> bool {
+        true
+    }
+
     fn footprint(&self) -> Footprint {
         Footprint { entries: self.rings.len(), ..Footprint::default() }
     }

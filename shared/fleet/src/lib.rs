@@ -7,6 +7,7 @@
 //! * [`url`]: worker addresses, normalised so that one engine is one worker;
 //! * [`pairing`]: which prefill can hand its KV cache to which decode;
 //! * [`policy`]: policy documents and the settings that result from them;
+//! * [`tuning`]: what documents say about how policies decide;
 //! * [`cluster`]: settings of the cluster as a whole;
 //! * [`snapshot`]: what gateways receive, and the deltas between two of them;
 //! * [`info`]: the REST shape of a worker;
@@ -18,6 +19,7 @@ mod object;
 pub mod pairing;
 pub mod policy;
 pub mod snapshot;
+pub mod tuning;
 pub mod url;
 pub mod validate;
 pub mod wire;

@@ -1,13 +1,17 @@
 //! Policy documents, and the settings that result from them.
 //!
 //! A document says only what somebody decided; absent fields inherit: model document, then the fleet's default document, then the
-//! built-in value. [`Settings::resolve`] is the one place that knows the built-in values.
+//! built-in value. [`Settings::resolve`] is the one place that knows the built-in values, but for those of the policies' tuning: see
+//! [`crate::tuning`].
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::Revision;
 use crate::pairing::PairingMode;
+use crate::tuning::{
+    self, BucketTuning, CacheAwareTuning, LeastLoadTuning, ManualTuning, PowerOfTwoTuning, PrefixHashTuning, Tuning,
+};
 use crate::worker::named;
 
 named! {
@@ -40,7 +44,7 @@ named! {
 impl PolicyName {
     /// Whether this version has the policy.
     pub fn is_available(self) -> bool {
-        matches!(self, Self::Random | Self::RoundRobin | Self::PowerOfTwo)
+        self != Self::Passthrough
     }
 }
 
@@ -156,6 +160,24 @@ pub struct PolicyDocument {
     /// Registration jobs. Fleet-wide: only the default document's is used.
     #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
     pub registration: Option<RegistrationPolicy>,
+    /// How `power_of_two` decides.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub power_of_two: Option<PowerOfTwoTuning>,
+    /// How `least_load` decides.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub least_load: Option<LeastLoadTuning>,
+    /// How `cache_aware` decides.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub cache_aware: Option<CacheAwareTuning>,
+    /// How `prefix_hash` decides.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub prefix_hash: Option<PrefixHashTuning>,
+    /// How `manual` decides.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub manual: Option<ManualTuning>,
+    /// How `bucket` decides.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub bucket: Option<BucketTuning>,
 }
 
 named! {
@@ -200,6 +222,12 @@ pub enum PolicyError {
     Jitter,
     #[error("{0} must be at least 1")]
     Threshold(&'static str),
+    #[error("{field} must be {rule}")]
+    Range { field: &'static str, rule: &'static str },
+    #[error("{field} must be between 1 and {most}")]
+    Count { field: &'static str, most: u64 },
+    #[error("prefix_hash.boundaries must be at most {0} ascending numbers of at least 1")]
+    Boundaries(usize),
     #[error("health.endpoint must be a path that starts with '/'")]
     Endpoint,
     #[error("'{0}' is fleet-wide: set it in the default document")]
@@ -265,7 +293,7 @@ impl PolicyDocument {
         }
         match at_least_one.into_iter().find(|(value, _)| *value == Some(0)) {
             Some((_, name)) => Err(PolicyError::Threshold(name)),
-            None => Ok(()),
+            None => tuning::validate(self),
         }
     }
 }
@@ -334,6 +362,7 @@ pub struct Settings {
     pub regular_policy: PolicyName,
     pub prefill_policy: PolicyName,
     pub decode_policy: PolicyName,
+    pub tuning: Tuning,
     pub pairing_mode: PairingMode,
     pub client_handoff_fields: ClientHandoffFields,
     pub retry: Retry,
@@ -372,6 +401,7 @@ impl Settings {
             prefill_policy: first(documents, |document| document.prefill_policy.or(document.policy))
                 .unwrap_or_default(),
             decode_policy: first(documents, |document| document.decode_policy.or(document.policy)).unwrap_or_default(),
+            tuning: Tuning::resolve(model, default),
             pairing_mode: first(documents, |document| document.pairing_mode).unwrap_or_default(),
             client_handoff_fields: first(documents, |document| document.client_handoff_fields).unwrap_or_default(),
             retry: Retry {
@@ -468,10 +498,12 @@ mod tests {
     fn unknown_keys_and_absent_policies_are_refused() {
         assert!(serde_json::from_str::<PolicyDocument>(r#"{"polcy":"random"}"#).is_err());
         assert!(serde_json::from_str::<PolicyDocument>(r#"{"retry":{"max":1}}"#).is_err());
-        let absent = PolicyDocument { policy: Some(PolicyName::CacheAware), ..Default::default() };
-        assert_eq!(absent.validate(""), Err(PolicyError::NotAvailable(PolicyName::CacheAware)));
+        let absent = PolicyDocument { policy: Some(PolicyName::Passthrough), ..Default::default() };
+        assert_eq!(absent.validate(""), Err(PolicyError::NotAvailable(PolicyName::Passthrough)));
         let bucket = PolicyDocument { policy: Some(PolicyName::Bucket), ..Default::default() };
         assert_eq!(bucket.validate("m"), Err(PolicyError::BucketDecode));
+        let prefill = PolicyDocument { decode_policy: Some(PolicyName::Random), ..bucket };
+        assert_eq!(prefill.validate("m"), Ok(()));
         let scoped = PolicyDocument { health: Some(HealthPolicy::default()), ..Default::default() };
         assert_eq!(scoped.validate("m"), Err(PolicyError::FleetWide("health")));
         for (endpoint, valid) in [("/health?full=1", true), ("health", false), ("/a b", false), ("/a\nb", false)] {

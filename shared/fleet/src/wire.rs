@@ -3,6 +3,8 @@
 //! The encoding is canonical: maps are ordered, so equal values have equal bytes. Enum numbers are the declaration order of the domain
 //! enums, which the schema repeats; a number from a newer version becomes an error, never a guess.
 
+mod tuning;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -352,7 +354,21 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
             check_interval_secs: registration.check_interval_secs,
             delay_secs: registration.delay_secs,
         }),
+        power_of_two: document.power_of_two.as_ref().map(tuning::power_of_two_to_pb),
+        least_load: document.least_load.as_ref().map(tuning::least_load_to_pb),
+        cache_aware: document.cache_aware.as_ref().map(tuning::cache_aware_to_pb),
+        prefix_hash: document.prefix_hash.as_ref().map(tuning::prefix_hash_to_pb),
+        manual: document.manual.as_ref().map(tuning::manual_to_pb),
+        bucket: document.bucket.as_ref().map(tuning::bucket_to_pb),
     }
+}
+
+fn named<T>(
+    name: Option<String>,
+    parse: impl Fn(&str) -> Option<T>,
+    field: &'static str,
+) -> Result<Option<T>, WireError> {
+    name.map(|name| parse(&name).ok_or(WireError::Field(field))).transpose()
 }
 
 /// A policy document from a message.
@@ -360,13 +376,6 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
 /// # Errors
 /// When a name is unknown.
 pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, WireError> {
-    fn named<T>(
-        name: Option<String>,
-        parse: impl Fn(&str) -> Option<T>,
-        field: &'static str,
-    ) -> Result<Option<T>, WireError> {
-        name.map(|name| parse(&name).ok_or(WireError::Field(field))).transpose()
-    }
     use crate::pairing::PairingMode;
     use crate::policy::{ClientHandoffFields, PolicyName};
     Ok(PolicyDocument {
@@ -408,6 +417,12 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
             check_interval_secs: registration.check_interval_secs,
             delay_secs: registration.delay_secs,
         }),
+        power_of_two: document.power_of_two.map(tuning::power_of_two_from_pb).transpose()?,
+        least_load: document.least_load.map(tuning::least_load_from_pb),
+        cache_aware: document.cache_aware.map(tuning::cache_aware_from_pb),
+        prefix_hash: document.prefix_hash.map(tuning::prefix_hash_from_pb),
+        manual: document.manual.map(tuning::manual_from_pb).transpose()?,
+        bucket: document.bucket.map(tuning::bucket_from_pb),
     })
 }
 

@@ -16,6 +16,7 @@ pub const DURATION_BUCKETS: [f64; 29] = [
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0,
     240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0, 7200.0,
 ];
+const TENTH_BUCKETS: [f64; 11] = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0];
 const BACKOFF_BUCKETS: [f64; 12] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
 
 macro_rules! metrics {
@@ -47,6 +48,7 @@ macro_rules! metrics {
         }
     };
     (@bounds durations $d:ident) => { $d };
+    (@bounds tenths $d:ident) => { TENTH_BUCKETS };
     (@bounds backoffs $d:ident) => { BACKOFF_BUCKETS };
     (@build IntCounter, $name:literal, $help:literal, [], [], $d:ident) => { IntCounter::new($name, $help)? };
     (@build IntGauge, $name:literal, $help:literal, [], [], $d:ident) => { IntGauge::new($name, $help)? };
@@ -106,6 +108,17 @@ metrics! {
     worker_retry_backoff: HistogramVec("smg_worker_retry_backoff_seconds", "Delays before further attempts.", ["attempt"], buckets = backoffs);
     worker_stalled: IntGaugeVec("smg_worker_stalled", "1 = this gateway ejected the worker.", ["worker", "reason"]);
     worker_stall_transitions: IntCounterVec("smg_worker_stall_transitions_total", "Ejections by this gateway.", ["worker", "reason"]);
+    manual_policy_branch: IntCounterVec("smg_manual_policy_branch_total", "Decisions of the manual policy by the rule that made them.", ["branch"]);
+    consistent_hashing_policy_branch: IntCounterVec("smg_consistent_hashing_policy_branch_total", "Decisions of the consistent_hashing policy by the rule that made them.", ["branch"]);
+    prefix_hash_policy_branch: IntCounterVec("smg_prefix_hash_policy_branch_total", "Decisions of the prefix_hash policy by the rule that made them.", ["branch"]);
+    cache_aware_policy_branch: IntCounterVec("smg_cache_aware_policy_branch_total", "Decisions of the cache_aware policy by the rule that made them.", ["branch"]);
+    cache_aware_match_ratio: Histogram("smg_cache_aware_match_ratio", "Share of a prompt that the cache_aware policy knew from earlier ones.", buckets = tenths);
+    manual_policy_cache_entries: IntGauge("smg_manual_policy_cache_entries", "Routing keys that manual policies have pinned.");
+    routing_key_source: IntCounterVec("smg_routing_key_source_total", "Selections by where their routing key came from: header, or none.", ["source"]);
+    cache_tree_chars: IntGaugeVec("smg_cache_tree_chars", "Bytes of prompt text that the cache_aware policies of a model remember, all legs together.", ["model"]);
+    cache_tree_tokens: IntGaugeVec("smg_cache_tree_tokens", "Prompt tokens that the cache_aware policies of a model remember, all legs together.", ["model"]);
+    cache_tree_tenants: IntGaugeVec("smg_cache_tree_tenants", "Workers that a cache_aware policy remembers prompts of, per leg.", ["model", "tree"]);
+    policy_memory_bytes: IntGaugeVec("smg_policy_memory_bytes", "What the policy of a leg remembers, bookkeeping included.", ["model", "leg", "policy"]);
     decisions_dropped: IntCounter("smg_decisions_dropped_total", "Decision records that left the ring.");
     config_revision: IntGauge("smg_config_revision", "Revision of the snapshot this gateway routes with.");
     config_stale_seconds: IntGauge("smg_config_stale_seconds", "Seconds since the control plane was last heard.");

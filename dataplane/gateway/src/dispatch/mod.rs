@@ -32,16 +32,19 @@ use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Legs, Route};
 use smg_fleet::policy::ClientHandoffFields;
 use smg_fleet::{Runtime, WorkerId};
+use smg_policies::Leg;
 use smg_telemetry::ROUTERS;
 use tokio::time::Instant;
 
 use crate::core::Core;
 use crate::decision::{Attempt, Decision, Record};
+use crate::fleet::policies;
 use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::front::error::GatewayError;
+use crate::hints::Hints;
 use crate::resilience::retry;
-use crate::select::{self, SelectError, Selection, Tried};
+use crate::select::{self, Choice, SelectError, Selection, Tried};
 use leg::LegBody;
 use scope::{Backend, Scope};
 
@@ -255,21 +258,17 @@ async fn run_attempts(
                 pool = newer;
             }
         }
-        let mut excluded = Vec::new();
-        let selected = match request.route.legs() {
-            Legs::Pair => select::select(&pool, &tried, rand::random, &mut excluded),
-            legs => select::select_one(&pool, legs, &tried, rand::random, &mut excluded),
-        };
-        let selection = match selected {
+        let (selection, trace) = choose(core, request, &pool, &tried);
+        let selection = match selection {
             Ok(selection) => selection,
             Err(error) => {
-                note_refusal(&decision, &pool, &error, excluded);
+                note_refusal(&decision, &pool, &error, trace);
                 // A retry that finds nobody left answers with what the attempt before it met.
                 last = last.or_else(|| Some(Failed::gateway(GatewayError::Select(error), None)));
                 break;
             }
         };
-        let job = begin(core, request, &pool, &decision, &selection, excluded, deadline);
+        let job = begin(core, request, &pool, &decision, &selection, trace, deadline);
         let ids = match &selection {
             Selection::Regular(worker) => (worker.worker().id(), worker.worker().id()),
             Selection::Pair { prefill, decode } => (prefill.worker().id(), decode.worker().id()),
@@ -305,6 +304,24 @@ async fn run_attempts(
     failed.into_response(core, deadline)
 }
 
+/// Selects the workers of an attempt. What policies read of the request is dropped at once: a prompt may be large, and legs run long.
+fn choose(
+    core: &Core,
+    request: &Inbound,
+    pool: &ModelPool,
+    tried: &Tried,
+) -> (Result<Selection, SelectError>, select::Trace) {
+    let hints = Hints::new(&request.headers, &request.body, &core.options.routing_key_headers);
+    let mut trace = select::Trace::default();
+    let choice = Choice { pool, tried, hints: &hints, now_ms: core.clock.now_ms() };
+    let selection = match request.route.legs() {
+        Legs::Pair => select::select(&choice, rand::random, &mut trace),
+        legs => select::select_one(&choice, legs, rand::random, &mut trace),
+    };
+    policies::count(&core.metrics, &hints, &trace.picks);
+    (selection, trace)
+}
+
 fn worker_type(pool: &ModelPool) -> &'static str {
     if pool.prefills.is_empty() { "regular" } else { "pd" }
 }
@@ -333,7 +350,7 @@ async fn pause(core: &Core, request: &Inbound, pool: &ModelPool, attempt: u32, d
     true
 }
 
-fn note_refusal(decision: &Decision, pool: &ModelPool, error: &SelectError, excluded: Vec<crate::decision::Exclusion>) {
+fn note_refusal(decision: &Decision, pool: &ModelPool, error: &SelectError, trace: select::Trace) {
     if let SelectError::Incompatible(_) = error {
         tracing::warn!(target: ROUTERS, model = %pool.model, %error, "no compatible pair");
     } else {
@@ -341,7 +358,8 @@ fn note_refusal(decision: &Decision, pool: &ModelPool, error: &SelectError, excl
     }
     decision.begin_attempt(Attempt {
         dispatch: "none",
-        excluded,
+        picks: trace.picks,
+        excluded: trace.exclusions,
         error: Some(error.to_string()),
         ..Attempt::default()
     });
@@ -353,17 +371,17 @@ fn begin<'a>(
     pool: &ModelPool,
     decision: &Decision,
     selection: &Selection,
-    excluded: Vec<crate::decision::Exclusion>,
+    trace: select::Trace,
     deadline: Instant,
 ) -> Job<'a> {
     let count = |worker: &RoutedWorker, policy: &'static str| {
         let labels = [worker.role().as_str(), worker.record.wire().as_str(), &*pool.model, policy];
         core.metrics.worker_selection.with_label_values(&labels).inc();
     };
-    let mut attempt = Attempt { excluded, ..Attempt::default() };
+    let mut attempt = Attempt { picks: trace.picks, excluded: trace.exclusions, ..Attempt::default() };
     match selection {
         Selection::Regular(worker) => {
-            let policy = pool.policies.regular.name().as_str();
+            let policy = pool.policies.of(Leg::Regular).name().as_str();
             count(worker.worker(), policy);
             attempt.regular = Some(worker.worker().url.as_str().to_owned());
             attempt.dispatch = "regular";
@@ -376,7 +394,7 @@ fn begin<'a>(
             );
         }
         Selection::Pair { prefill, decode } => {
-            let (prefill_policy, decode_policy) = (pool.policies.prefill.name(), pool.policies.decode.name());
+            let [prefill_policy, decode_policy] = [Leg::Prefill, Leg::Decode].map(|leg| pool.policies.of(leg).name());
             count(prefill.worker(), prefill_policy.as_str());
             count(decode.worker(), decode_policy.as_str());
             attempt.prefill = Some(prefill.worker().url.as_str().to_owned());

@@ -8,9 +8,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use smg_fleet::pairing::{self, PairingMode};
-use smg_fleet::policy::PolicyName;
 use smg_fleet::{Health, Intent, Settings, Snapshot, Wire, WorkerId, WorkerType, info};
-use smg_policies::{Leg, Policy};
+use smg_policies::{Leg, Policy, Tuning, WorkerKey};
 use smg_telemetry::{Metrics, SMG};
 use thiserror::Error;
 
@@ -62,27 +61,44 @@ pub struct Mismatch {
 /// The instances of one model's policies. Each leg has its own, so that stateful ones do not disturb each other.
 #[derive(Debug)]
 pub struct ModelPolicies {
-    /// For regular workers.
-    pub regular: Box<dyn Policy>,
-    /// For the prefill leg.
-    pub prefill: Box<dyn Policy>,
-    /// For the decode leg.
-    pub decode: Box<dyn Policy>,
+    regular: Arc<dyn Policy>,
+    prefill: Arc<dyn Policy>,
+    decode: Arc<dyn Policy>,
+    tuning: Tuning,
 }
 
 impl ModelPolicies {
-    fn build(settings: &Settings) -> Result<Self, smg_policies::PolicyError> {
+    /// What `settings` ask for. An instance of `before` that is asked for again goes on: a rotation where it was, a record with what it
+    /// knows.
+    fn build(settings: &Settings, before: Option<&Self>) -> Result<Self, smg_policies::PolicyError> {
+        let tuning = Tuning::from(&settings.tuning);
+        let instance = |leg, name| {
+            let known = before.filter(|before| before.tuning.is_same_for(name, &tuning)).map(|before| before.of(leg));
+            match known.filter(|known| known.name() == name) {
+                Some(known) => Ok(Arc::clone(known)),
+                None => smg_policies::build_with(name, leg, &tuning).map(Arc::from),
+            }
+        };
         Ok(Self {
-            regular: smg_policies::build(settings.regular_policy, Leg::Regular)?,
-            prefill: smg_policies::build(settings.prefill_policy, Leg::Prefill)?,
-            decode: smg_policies::build(settings.decode_policy, Leg::Decode)?,
+            regular: instance(Leg::Regular, settings.regular_policy)?,
+            prefill: instance(Leg::Prefill, settings.prefill_policy)?,
+            decode: instance(Leg::Decode, settings.decode_policy)?,
+            tuning,
         })
     }
 
-    fn names(&self) -> [PolicyName; 3] {
-        [self.regular.name(), self.prefill.name(), self.decode.name()]
+    /// The instance of a leg.
+    pub fn of(&self, leg: Leg) -> &Arc<dyn Policy> {
+        match leg {
+            Leg::Regular => &self.regular,
+            Leg::Prefill => &self.prefill,
+            Leg::Decode => &self.decode,
+        }
     }
 }
+
+/// Every leg.
+pub const LEGS: [Leg; 3] = [Leg::Regular, Leg::Prefill, Leg::Decode];
 
 /// The workers and settings of one model.
 #[derive(Debug)]
@@ -92,7 +108,7 @@ pub struct ModelPool {
     /// What holds for it.
     pub settings: Settings,
     /// Its policy instances.
-    pub policies: Arc<ModelPolicies>,
+    pub policies: ModelPolicies,
     /// Workers that serve whole requests.
     pub regulars: Vec<Arc<RoutedWorker>>,
     /// Prefills, paired.
@@ -101,6 +117,20 @@ pub struct ModelPool {
     pub decodes: Vec<Arc<RoutedWorker>>,
     /// Set when both legs have workers and none pair.
     pub mismatch: Option<Mismatch>,
+}
+
+impl ModelPool {
+    /// Who the policy of a leg chooses among, available or not. That of whole requests is asked for a lone prefill too.
+    fn members(&self, leg: Leg) -> Vec<WorkerKey> {
+        let key = |worker: &Arc<RoutedWorker>| worker.key();
+        match leg {
+            Leg::Regular => {
+                self.regulars.iter().chain(self.prefills.iter().map(|entry| &entry.worker)).map(key).collect()
+            }
+            Leg::Prefill => self.prefills.iter().map(|entry| key(&entry.worker)).collect(),
+            Leg::Decode => self.decodes.iter().map(key).collect(),
+        }
+    }
 }
 
 /// The routing table of one snapshot.
@@ -195,6 +225,29 @@ impl RoutingTable {
     /// What this gateway knows about a worker.
     pub fn runtime(&self, id: WorkerId) -> Option<&Arc<WorkerRuntime>> {
         self.runtimes.get(&id)
+    }
+
+    /// The pools, each once.
+    pub fn pools(&self) -> impl Iterator<Item = &Arc<ModelPool>> {
+        self.canonical.iter().filter_map(|model| self.models.get(model)).chain(self.wildcard.as_ref())
+    }
+
+    /// The pool of a canonical model, or the one of workers that serve any.
+    fn pool(&self, model: &str) -> Option<&Arc<ModelPool>> {
+        self.models.get(model).or_else(|| self.wildcard.as_ref().filter(|pool| &*pool.model == model))
+    }
+
+    /// Lets policies forget the workers that have left their leg since `previous`.
+    pub fn forget_departed(&self, previous: &RoutingTable) {
+        for pool in self.pools() {
+            for leg in LEGS {
+                let members = pool.members(leg);
+                let before = previous.pool(&pool.model).map(|pool| pool.members(leg)).unwrap_or_default();
+                if before.iter().any(|worker| !members.contains(worker)) {
+                    pool.policies.of(leg).retain(&members);
+                }
+            }
+        }
     }
 
     /// Runtimes of workers that are not in `newer`.
@@ -330,21 +383,9 @@ impl Builder<'_> {
         Ok(worker)
     }
 
-    /// The policy instances of the table before, as long as they are the ones asked for: a rotation goes on where it was.
-    fn policies(&self, model: &Arc<str>, settings: &Settings) -> Result<Arc<ModelPolicies>, TableError> {
-        let wanted = [settings.regular_policy, settings.prefill_policy, settings.decode_policy];
-        let pool = self
-            .previous
-            .models
-            .get(model)
-            .or_else(|| self.previous.wildcard.as_ref().filter(|pool| pool.model == *model));
-        if let Some(pool) = pool
-            && pool.policies.names() == wanted
-        {
-            return Ok(Arc::clone(&pool.policies));
-        }
-        ModelPolicies::build(settings)
-            .map(Arc::new)
+    fn policies(&self, model: &Arc<str>, settings: &Settings) -> Result<ModelPolicies, TableError> {
+        let before = self.previous.pool(model).map(|pool| &pool.policies);
+        ModelPolicies::build(settings, before)
             .map_err(|error| TableError::Policy { model: model.to_string(), reason: error.to_string() })
     }
 }

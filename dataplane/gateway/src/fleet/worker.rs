@@ -205,6 +205,11 @@ impl RoutedWorker {
         self.record.id
     }
 
+    /// Identity as policies know it.
+    pub fn key(&self) -> smg_policies::WorkerKey {
+        self.record.id.0.as_u128()
+    }
+
     /// Role.
     pub fn role(&self) -> WorkerType {
         self.record.spec.worker_type

@@ -105,6 +105,7 @@ pub(crate) fn install(core: &Arc<Core>, snapshot: Snapshot) -> Result<(), Refuse
         Err(_) => return Err(Refused("building the routing table panicked".to_owned())),
     };
     core.table.store(Arc::clone(&table));
+    table.forget_departed(&previous);
     let departed: Vec<_> = previous.departed(&table).collect();
     departed.iter().for_each(|runtime| runtime.forget());
     let mut series: std::collections::BTreeSet<&str> = departed.iter().map(|runtime| runtime.url()).collect();

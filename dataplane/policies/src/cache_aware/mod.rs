@@ -162,6 +162,10 @@ impl Policy for CacheAware {
         })
     }
 
+    fn reads_prompt(&self) -> bool {
+        true
+    }
+
     fn retain(&self, workers: &[WorkerKey]) {
         for tree in [&self.text, &self.tokens] {
             tree.lock().retain(|worker| workers.contains(&worker));

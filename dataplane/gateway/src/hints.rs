@@ -1,0 +1,158 @@
+//! What routing may read of a request.
+//!
+//! Hints are the client's wishes: one that is malformed is no wish, never an error. The prompt is read only when a policy asks for it, and
+//! once for all legs.
+
+use std::borrow::Cow;
+use std::cell::OnceCell;
+
+use http::{HeaderMap, HeaderName};
+use smg_engines::ClientBody;
+use smg_engines::field::Field;
+use smg_policies::{Partition, Policy, RequestView};
+
+/// Longest routing key, in bytes.
+const MAX_ROUTING_KEY: usize = 128;
+
+/// The header by which a client names a worker of the leg, counted from 0 in the order of registration (SMG docs, consistent hashing).
+const TARGET_WORKER: HeaderName = HeaderName::from_static("x-smg-target-worker");
+
+/// What tells clients apart where there is no routing key, in this order.
+const CLIENT: [&str; 2] = ["x-forwarded-for", "cookie"];
+
+/// What routing may read of a request.
+#[derive(Debug)]
+pub struct Hints<'a> {
+    body: &'a ClientBody,
+    prompt: OnceCell<Prompt<'a>>,
+    routing_key: Option<&'a str>,
+    client: Option<&'a str>,
+    target_worker: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Prompt<'a> {
+    text: Cow<'a, str>,
+    token_ids: Option<Vec<u32>>,
+    cache_salt: Option<Cow<'a, str>>,
+    extra_key: Option<Cow<'a, str>>,
+    lora_path: Option<Cow<'a, str>>,
+}
+
+impl<'a> Hints<'a> {
+    /// The hints of a request; the first of `routing_key_headers` (lower case) with a valid key counts.
+    pub fn new(headers: &'a HeaderMap, body: &'a ClientBody, routing_key_headers: &[String]) -> Self {
+        let valid = |key: &&str| key.len() <= MAX_ROUTING_KEY;
+        Self {
+            body,
+            prompt: OnceCell::new(),
+            routing_key: routing_key_headers.iter().find_map(|name| text(headers, name).filter(valid)),
+            client: CLIENT.iter().find_map(|name| text(headers, name)),
+            target_worker: text(headers, TARGET_WORKER.as_str()).and_then(|index| index.parse().ok()),
+        }
+    }
+
+    /// The client's routing key.
+    pub fn routing_key(&self) -> Option<&'a str> {
+        self.routing_key
+    }
+
+    /// The place of the worker that the client insists on, among all workers of the leg.
+    pub fn target_worker(&self) -> Option<usize> {
+        self.target_worker
+    }
+
+    /// What `policy` sees of the request.
+    pub fn view<'v>(&'v self, model: &'v str, policy: &dyn Policy, now_ms: u64) -> RequestView<'v> {
+        let view = RequestView::new(model).with_routing_key(self.routing_key).with_client(self.client).at(now_ms);
+        if !policy.reads_prompt() {
+            return view;
+        }
+        let prompt = self.prompt.get_or_init(|| Prompt::read(self.body));
+        let partition = Partition {
+            cache_salt: prompt.cache_salt.as_deref(),
+            extra_key: prompt.extra_key.as_deref(),
+            lora_path: prompt.lora_path.as_deref(),
+        };
+        view.with_text(Some(&prompt.text)).with_token_ids(prompt.token_ids.as_deref()).with_partition(partition)
+    }
+}
+
+impl<'a> Prompt<'a> {
+    fn read(body: &'a ClientBody) -> Self {
+        Self {
+            text: body.routing_text(),
+            token_ids: body.routing_token_ids(),
+            cache_salt: body.routing_value(Field::CacheSalt),
+            extra_key: body.routing_value(Field::ExtraKey),
+            lora_path: body.routing_value(Field::LoraPath),
+        }
+    }
+}
+
+/// A header's first value, if it is text and not empty.
+fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    std::str::from_utf8(headers.get(name)?.as_bytes()).ok().filter(|text| !text.is_empty())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use bytes::Bytes;
+    use http::HeaderValue;
+    use smg_engines::Route;
+    use smg_policies::{Leg, PolicyName, build};
+
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &[u8])]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_bytes(value).unwrap()))
+            .collect()
+    }
+
+    fn body(text: &'static str) -> ClientBody {
+        ClientBody::parse(Bytes::from_static(text.as_bytes()), Route::Generate).unwrap()
+    }
+
+    fn names() -> Vec<String> {
+        ["x-mine", "x-smg-routing-key"].map(str::to_owned).to_vec()
+    }
+
+    #[test]
+    fn the_first_header_with_a_valid_key_counts_and_invalid_hints_are_none() {
+        let body = body("{}");
+        let long = [b'k'; 129];
+        for (pairs, key) in [
+            (&[("x-smg-routing-key", &b"alice"[..])][..], Some("alice")),
+            (&[("x-smg-routing-key", b"alice"), ("x-mine", b"bob")], Some("bob")),
+            (&[("x-smg-routing-key", b"alice"), ("x-mine", b"")], Some("alice")),
+            (&[("x-smg-routing-key", b"alice"), ("x-mine", &long)], Some("alice")),
+            (&[("x-smg-routing-key", &long[..128])], Some(std::str::from_utf8(&long[..128]).unwrap())),
+            (&[("x-smg-routing-key", b"caf\xc3\xa9")], Some("caf\u{e9}")),
+            (&[("x-smg-routing-key", b"caf\xe9")], None),
+            (&[], None),
+        ] {
+            assert_eq!(Hints::new(&headers(pairs), &body, &names()).routing_key(), key, "{pairs:?}");
+        }
+        for (value, index) in [(&b"2"[..], Some(2)), (b"-1", None), (b"two", None), (b"", None)] {
+            assert_eq!(Hints::new(&headers(&[("x-smg-target-worker", value)]), &body, &names()).target_worker(), index);
+        }
+    }
+
+    #[test]
+    fn the_prompt_is_read_for_policies_that_ask_for_it_only() {
+        let body = body(r#"{"text":"once","cache_salt":"s","lora_path":["l"]}"#);
+        let headers = headers(&[("cookie", b"c"), ("x-forwarded-for", b"10.0.0.1")]);
+        let hints = Hints::new(&headers, &body, &names());
+        let policy = |name| build(name, Leg::Prefill).unwrap();
+        let blind = hints.view("m", &*policy(PolicyName::Manual), 3);
+        assert_eq!((blind.text, blind.client, blind.now_ms), (None, Some("10.0.0.1"), 3));
+        assert!(hints.prompt.get().is_none());
+        let seeing = hints.view("m", &*policy(PolicyName::CacheAware), 3);
+        assert_eq!((seeing.text, seeing.token_ids), (Some("once"), None));
+        let partition = Partition { cache_salt: Some("s"), extra_key: None, lora_path: Some(r#"["l"]"#) };
+        assert_eq!(seeing.partition, partition);
+    }
+}

@@ -130,6 +130,95 @@ async fn an_upload_that_stands_still_is_given_up() {
     smg.until_idle().await;
 }
 
+/// Sends these bytes and, of a `cut` upload, the end of the connection's other half; returns status, error code and body of the answer.
+async fn raw_answer(smg: &Smg, request: &str, cut: bool) -> (u16, Option<String>, Value) {
+    let mut socket = TcpStream::connect(("127.0.0.1", smg.port)).await.unwrap();
+    socket.write_all(request.as_bytes()).await.unwrap();
+    if cut {
+        socket.shutdown().await.unwrap();
+    }
+    let mut answer = String::new();
+    tokio::time::timeout(PATIENCE, socket.read_to_string(&mut answer)).await.unwrap().unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {answer:?}"));
+    let code = head.lines().find_map(|line| line.strip_prefix("x-smg-error-code: ")).map(str::to_owned);
+    (head[9..12].parse().unwrap(), code, serde_json::from_str(body).unwrap())
+}
+
+#[tokio::test]
+async fn an_upload_that_breaks_off_is_answered_and_reaches_no_engine() {
+    let (smg, prefill, decode) = sglang_pair(&[]).await;
+    let head = "host: g\r\ncontent-type: application/json\r\nconnection: close";
+    for path in INFERENCE {
+        for (request, cut) in [
+            (format!("POST {path} HTTP/1.1\r\n{head}\r\ncontent-length: 100\r\n\r\n{{\"model\":"), true),
+            (
+                format!("POST {path} HTTP/1.1\r\n{head}\r\ntransfer-encoding: chunked\r\n\r\n9\r\n{{\"model\":\r\n"),
+                true,
+            ),
+            (format!("POST {path} HTTP/1.1\r\n{head}\r\ntransfer-encoding: chunked\r\n\r\nno length\r\n"), false),
+        ] {
+            let (status, code, body) = raw_answer(&smg, &request, cut).await;
+            assert_eq!((status, code.as_deref()), (400, Some("request_body_broken")), "{request}");
+            let message = body["error"]["message"].as_str().unwrap();
+            assert!(message.contains("could not be read"), "{message}");
+            let error = json!({"type": "invalid_request_error", "code": code, "message": message, "param": null});
+            assert_eq!(body, json!({"error": error}));
+        }
+    }
+    let counted = [("status_code", "400"), ("error_code", "request_body_broken")];
+    assert_eq!(smg.metric("smg_http_responses_total", &counted).await, 9.0);
+    assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 0));
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_prefill_response_that_breaks_off_or_never_ends_is_the_prefills_failure() {
+    let flags = ["--disable-retries", "--cb-failure-threshold", "100", "--request-timeout-secs", "2"];
+    let serving = Serving::start(Dispatch::Sequential, &flags).await;
+    let prefill = serving.prefill.as_ref().unwrap();
+    let late = Fault::generation().delay_body(Duration::from_millis(100));
+    let mut failed = 0.0;
+    for (fault, status) in [
+        (late.clone().close_after_bytes(10), 502),
+        (late.reset_after_bytes(10), 502),
+        (Fault::generation().stall_after_events(0), 504),
+    ] {
+        prefill.clear_faults();
+        prefill.set_fault(fault);
+        for body in [chat(), chat_stream()] {
+            let message = refused(serving.smg.post(INFERENCE[0], &body).await, status, "prefill_read_failed").await;
+            assert!(message.starts_with("prefill_read_failed: "), "{message}");
+            failed += 1.0;
+            assert_eq!(serving.failures(prefill).await, failed);
+        }
+    }
+    assert_eq!((serving.output.generation_count(), serving.failures(&serving.output).await), (0, 0.0));
+    serving.smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn more_samples_than_rooms_are_minted_for_are_refused_and_reach_no_engine() {
+    let serving = Serving::scripted(Dispatch::Parallel, &[]).await;
+    serving.output.set_fault(Fault::generation().status(200, "{}"));
+    for samples in [4097, u64::MAX] {
+        for mut body in [chat(), chat_stream()] {
+            body["n"] = json!(samples);
+            let message = refused(serving.smg.post(INFERENCE[0], &body).await, 400, "too_many_samples").await;
+            assert!(message.contains(&samples.to_string()) && message.contains("4096"), "{message}");
+        }
+    }
+    assert!(serving.engines().all(|engine| engine.generation_count() == 0));
+    let mut most = chat();
+    most["n"] = json!(4096);
+    assert_eq!(serving.smg.post(INFERENCE[0], &most).await.status(), StatusCode::OK);
+    let rooms = serving.output.generations()[0].json()["bootstrap_room"].as_array().unwrap().len();
+    assert_eq!(rooms, 4096);
+    for engine in serving.engines() {
+        assert_eq!(serving.failures(engine).await, 0.0);
+    }
+    serving.smg.until_idle().await;
+}
+
 #[tokio::test]
 async fn unknown_routes_and_methods_are_named() {
     let (smg, prefill, decode) = sglang_pair(&[]).await;

@@ -1,11 +1,9 @@
-//! What engines receive is what the client sent, but for the members that the handoff needs; what the client gets is what the engine
-//! answered, but for what describes the connection.
+//! The bodies that engines receive are what the client sent, byte for byte, but for the members that the handoff needs.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod support;
 
 use std::collections::{BTreeMap, HashSet};
-use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::join_all;
@@ -19,18 +17,6 @@ use support::*;
 
 const ROOMS: [&str; 3] = ["bootstrap_host", "bootstrap_port", "bootstrap_room"];
 const TAG: &str = r#"{"do_remote_decode":true,"do_remote_prefill":false}"#;
-
-/// An answer of any engine, for tests that look at requests only.
-fn anything() -> Fault {
-    Fault::generation().status(200, format!(r#"{{"object":"anything","kv_transfer_params":{HANDOFF}}}"#))
-}
-
-/// Workers whose engines take every body.
-async fn accepting(dispatch: Dispatch, flags: &[&str]) -> Serving {
-    let serving = Serving::start(dispatch, flags).await;
-    serving.engines().for_each(|engine| engine.set_fault(anything()));
-    serving
-}
 
 impl Legs {
     /// Sends a body, and returns what reached the engines.
@@ -112,19 +98,19 @@ async fn fields_the_gateway_does_not_know_reach_both_legs() {
     let text = body.to_string();
     let sent = members(text.as_bytes());
 
-    let serving = accepting(Dispatch::Parallel, &[]).await;
+    let serving = Serving::accepting(Dispatch::Parallel, &[]).await;
     let legs = Legs::of(&serving, "/v1/chat/completions", text.clone()).await;
     for leg in legs.all() {
         let received = members(&leg.body);
         assert_eq!(without(&received, &ROOMS), sent);
         assert_eq!(received.len(), sent.len() + 3);
     }
-    let serving = accepting(Dispatch::Sequential, &[]).await;
+    let serving = Serving::accepting(Dispatch::Sequential, &[]).await;
     let legs = Legs::of(&serving, "/v1/chat/completions", text.clone()).await;
     let edited = ["kv_transfer_params", "max_tokens", "stream"];
     assert_eq!(without(&members(&legs.prefill().body), &edited), without(&sent, &edited));
     assert_eq!(without(&members(&legs.output.body), &["kv_transfer_params"]), sent);
-    let serving = accepting(Dispatch::Regular, &[]).await;
+    let serving = Serving::accepting(Dispatch::Regular, &[]).await;
     assert_eq!(Legs::of(&serving, "/v1/chat/completions", text.clone()).await.output.body, text);
 }
 
@@ -136,7 +122,7 @@ async fn keys_keep_the_clients_order() {
     );
     let order = |body: &[u8]| -> Vec<String> { members(body).into_iter().map(|(name, _)| name).collect() };
     for dispatch in DISPATCHES {
-        let serving = accepting(dispatch, &[]).await;
+        let serving = Serving::accepting(dispatch, &[]).await;
         let legs = Legs::of(&serving, "/v1/chat/completions", body.clone()).await;
         for leg in legs.all() {
             let text = std::str::from_utf8(&leg.body).unwrap();
@@ -163,7 +149,7 @@ async fn only_the_engine_judges_what_the_gateway_does_not_read() {
         json!({"temperature": "hot"}),
     ];
     for dispatch in DISPATCHES {
-        let serving = accepting(dispatch, &[]).await;
+        let serving = Serving::accepting(dispatch, &[]).await;
         for quirk in &quirks {
             let mut body = chat();
             for (name, value) in quirk.as_object().unwrap() {
@@ -189,7 +175,7 @@ async fn only_the_engine_judges_what_the_gateway_does_not_read() {
 
 #[tokio::test]
 async fn a_prefill_leg_asks_for_one_token_and_a_decode_leg_for_what_the_client_asked() {
-    let serving = accepting(Dispatch::Sequential, &[]).await;
+    let serving = Serving::accepting(Dispatch::Sequential, &[]).await;
     let mut body = chat_stream();
     body["max_tokens"] = json!(500);
     body["min_tokens"] = json!(100);
@@ -210,7 +196,7 @@ async fn a_prefill_leg_asks_for_one_token_and_a_decode_leg_for_what_the_client_a
 
 #[tokio::test]
 async fn a_cap_that_the_client_did_not_set_is_not_set_for_decode() {
-    let serving = accepting(Dispatch::Sequential, &[]).await;
+    let serving = Serving::accepting(Dispatch::Sequential, &[]).await;
     let legs = Legs::of(&serving, "/v1/completions", r#"{"model":"m","prompt":"hi"}"#).await;
     assert_eq!(legs.prefill().json()["max_tokens"], 1);
     assert_eq!(occurrences(&members(&legs.output.body), "max_tokens"), [""; 0]);
@@ -294,7 +280,7 @@ async fn a_clients_handoff_fields_reach_no_engine() {
     ];
     let several = r#""model":"m","messages":[{"role":"user","content":"hi"}],"n":3"#;
 
-    let serving = accepting(Dispatch::Parallel, &[]).await;
+    let serving = Serving::accepting(Dispatch::Parallel, &[]).await;
     let prefill = serving.prefill.as_ref().unwrap();
     for (path, own) in own {
         let legs = Legs::of(&serving, path, forged(own)).await;
@@ -317,7 +303,7 @@ async fn a_clients_handoff_fields_reach_no_engine() {
         assert!(HANDOFF_FIELDS[3..].iter().all(|name| occurrences(&received, name).is_empty()));
     }
 
-    let serving = accepting(Dispatch::Sequential, &[]).await;
+    let serving = Serving::accepting(Dispatch::Sequential, &[]).await;
     for (path, own) in own {
         let legs = Legs::of(&serving, path, forged(own)).await;
         assert_eq!(occurrences(&members(&legs.prefill().body), "kv_transfer_params"), [TAG], "{path}");
@@ -333,7 +319,7 @@ async fn a_clients_handoff_fields_reach_no_engine() {
     assert!(legs.prefill.is_none(), "several samples have no handoff");
     assert_eq!(legs.output.body, format!("{{{several},\"last\":1}}"));
 
-    let serving = accepting(Dispatch::Regular, &[]).await;
+    let serving = Serving::accepting(Dispatch::Regular, &[]).await;
     for (path, own) in own {
         let legs = Legs::of(&serving, path, forged(own)).await;
         assert_eq!(legs.output.body, format!("{{{own},\"last\":1}}"), "{path}");
@@ -357,7 +343,7 @@ async fn a_passthrough_pair_gets_no_handoff_fields_from_clients() {
 
 #[tokio::test]
 async fn one_client_room_sent_many_times_becomes_many_rooms() {
-    let serving = accepting(Dispatch::Parallel, &[]).await;
+    let serving = Serving::accepting(Dispatch::Parallel, &[]).await;
     let mut body = completion();
     body["bootstrap_room"] = json!(1);
     join_all((0..50).map(|_| serving.smg.post("/v1/completions", &body))).await;
@@ -373,7 +359,7 @@ async fn handoff_fields_are_let_through_where_the_policy_says_so() {
     let own = r#""model":"m","prompt":"hi""#;
     let body = forged(own);
     for dispatch in DISPATCHES {
-        let serving = accepting(dispatch, &[]).await;
+        let serving = Serving::accepting(dispatch, &[]).await;
         serving.smg.set_policy("default", &json!({"client_handoff_fields": "forward"})).await;
         let forwarded = Legs::of(&serving, "/v1/completions", body.clone()).await;
         for leg in forwarded.all() {
@@ -405,7 +391,7 @@ async fn media_arrives_byte_for_byte_on_both_legs() {
         r#"{{"model":"m","messages":[{{"role":"user","content":[{part},{{"type":"text","text":"what?"}}]}}],"max_tokens":8}}"#
     );
     for dispatch in DISPATCHES {
-        let serving = accepting(dispatch, &[]).await;
+        let serving = Serving::accepting(dispatch, &[]).await;
         let legs = Legs::of(&serving, "/v1/chat/completions", body.clone()).await;
         for leg in legs.all() {
             assert!(memchr::memmem::find(&leg.body, part.as_bytes()).is_some(), "{dispatch:?}");
@@ -486,8 +472,10 @@ fn assert_kept(body: &[u8], members: &[(bool, String)]) {
 #[test]
 fn any_body_arrives_byte_for_byte_outside_the_edited_members() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let servings: Vec<(Dispatch, Serving)> =
-        DISPATCHES.into_iter().map(|dispatch| (dispatch, runtime.block_on(accepting(dispatch, &[])))).collect();
+    let servings: Vec<(Dispatch, Serving)> = DISPATCHES
+        .into_iter()
+        .map(|dispatch| (dispatch, runtime.block_on(Serving::accepting(dispatch, &[]))))
+        .collect();
     let mut runner = TestRunner::new(Config { cases: 48, failure_persistence: None, ..Config::default() });
     let bodies = (any_members(), space(), space());
     runner
@@ -514,205 +502,4 @@ fn any_body_arrives_byte_for_byte_outside_the_edited_members() {
             serving.smg.until_idle().await;
         }
     });
-}
-
-/// Sends a chat request with these headers.
-async fn post_with(serving: &Serving, headers: &[(&str, &str)]) -> reqwest::Response {
-    let mut request = serving.smg.client.post(format!("{}/v1/chat/completions", serving.smg.url)).json(&chat());
-    for (name, value) in headers {
-        request = request.header(*name, *value);
-    }
-    request.send().await.unwrap()
-}
-
-#[tokio::test]
-async fn engines_get_the_listed_headers_and_no_others() {
-    let forwarded = [
-        ("authorization", "Bearer client"),
-        ("anthropic-version", "2023-06-01"),
-        ("anthropic-beta", "a"),
-        ("anthropic-beta", "b"),
-        ("x-request-id", "abc"),
-        ("x-correlation-id", "c"),
-        ("traceparent", "00-11111111111111111111111111111111-2222222222222222-01"),
-        ("tracestate", "a=b"),
-        ("x-smg-routing-key", "user-1"),
-        ("x-request-id-parent", "p"),
-    ];
-    let dropped = [
-        ("cookie", "c=1"),
-        ("user-agent", "sdk"),
-        ("accept", "text/plain"),
-        ("accept-encoding", "gzip"),
-        ("x-smg-target-worker", "0"),
-        ("x-forwarded-for", "10.0.0.1"),
-        ("keep-alive", "timeout=5"),
-        ("te", "trailers"),
-        ("proxy-authorization", "Basic x"),
-        ("x-anything", "y"),
-    ];
-    for dispatch in DISPATCHES {
-        let serving = accepting(dispatch, &[]).await;
-        let all: Vec<_> = forwarded.iter().chain(&dropped).copied().collect();
-        let response = post_with(&serving, &all).await;
-        assert_eq!(response.headers()["x-request-id"], "abc");
-        for engine in serving.engines() {
-            let request = engine.generations().remove(0);
-            for (name, value) in forwarded {
-                assert!(request.header_values(name).any(|received| received == value), "{dispatch:?} {name}");
-            }
-            assert_eq!(request.header_values("anthropic-beta").collect::<Vec<_>>(), ["a", "b"]);
-            assert_eq!(request.header("host"), engine.url().strip_prefix("http://"));
-            assert_eq!(request.header("content-type"), Some("application/json"));
-            let expected: HashSet<&str> =
-                forwarded.iter().map(|(name, _)| *name).chain(["host", "content-type", "content-length"]).collect();
-            let names: HashSet<String> = request.headers.iter().map(|(name, _)| name.to_lowercase()).collect();
-            assert_eq!(names.iter().map(String::as_str).collect::<HashSet<_>>(), expected, "{dispatch:?}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn one_request_id_is_minted_for_all_legs_and_the_client() {
-    for dispatch in DISPATCHES {
-        let serving = accepting(dispatch, &[]).await;
-        let response = post_with(&serving, &[]).await;
-        let id = response.headers()["x-request-id"].to_str().unwrap().to_owned();
-        assert!(id.starts_with("chatcmpl-") && id.len() > 20, "{id}");
-        for engine in serving.engines() {
-            assert_eq!(engine.generations()[0].header("x-request-id"), Some(&*id), "{dispatch:?}");
-        }
-        let response = post_with(&serving, &[("x-trace-id", "t-1")]).await;
-        assert_eq!(response.headers()["x-request-id"], "t-1", "an id of another accepted header");
-        assert_eq!(serving.output.generations()[1].header("x-request-id"), Some("t-1"));
-    }
-}
-
-#[tokio::test]
-async fn a_workers_own_key_is_sent_when_the_client_has_none() {
-    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
-    let smg = Smg::launch(&[]).await;
-    smg.register(&spec_with(&prefill, "prefill", json!({"api_key": "key-p"}))).await;
-    smg.register(&spec_with(&decode, "decode", json!({"api_key": "key-d"}))).await;
-    let serving = Serving { smg, prefill: Some(prefill), output: decode };
-    serving.engines().for_each(|engine| engine.set_fault(anything()));
-    post_with(&serving, &[]).await;
-    post_with(&serving, &[("authorization", "Bearer client")]).await;
-    for (engine, key) in serving.engines().zip(["key-p", "key-d"]) {
-        let requests = engine.generations();
-        let credentials: Vec<Vec<&str>> =
-            requests.iter().map(|request| request.header_values("authorization").collect()).collect();
-        assert_eq!(credentials, [vec![&*format!("Bearer {key}")], vec!["Bearer client"]]);
-    }
-}
-
-#[tokio::test]
-async fn clients_get_the_engines_headers_but_those_of_its_connection() {
-    for dispatch in DISPATCHES {
-        let serving = Serving::scripted(dispatch, &[]).await;
-        let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json; charset=utf-8\r\nset-cookie: a=1\r\nset-cookie: b=2\r\n\
-            x-engine: e\r\nx-internal: 1\r\nconnection: keep-alive, x-internal\r\nkeep-alive: timeout=5\r\nupgrade: h2c\r\n\
-            proxy-authenticate: Basic\r\nx-smg-error-code: forged\r\nx-request-id: engine\r\n\
-            x-smg-routed-worker-id: forged\r\ncontent-length: 2\r\n\r\n{}";
-        serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, head)]));
-        let response = post_with(&serving, &[("x-request-id", "abc")]).await;
-        let headers = response.headers().clone();
-        let values =
-            |name: &str| -> Vec<&str> { headers.get_all(name).iter().map(|value| value.to_str().unwrap()).collect() };
-        assert_eq!(values("content-type"), ["application/json; charset=utf-8"], "{dispatch:?}");
-        assert_eq!(values("content-length"), ["2"]);
-        assert_eq!(values("set-cookie"), ["a=1", "b=2"]);
-        assert_eq!(values("x-engine"), ["e"]);
-        assert_eq!(values("x-request-id"), ["abc"]);
-        assert_eq!(values("x-smg-routed-worker-id"), [serving.output.url()]);
-        for name in ["x-internal", "keep-alive", "upgrade", "proxy-authenticate", "x-smg-error-code"] {
-            assert_eq!(values(name), [""; 0], "{dispatch:?} {name}");
-        }
-        assert_eq!(response.text().await.unwrap(), "{}");
-    }
-}
-
-#[tokio::test]
-async fn a_stream_is_an_event_stream_without_a_length_and_an_answer_is_what_the_engine_says() {
-    for dispatch in DISPATCHES {
-        let serving = Serving::scripted(dispatch, &[]).await;
-        for kind in ["application/json", "application/json; charset=utf-8", "text/plain"] {
-            serving.output.clear_faults();
-            serving.output.set_fault(Fault::generation().status(200, r#"{"a":1}"#).header("content-type", kind));
-            let response = post_with(&serving, &[]).await;
-            assert_eq!(response.headers()["content-type"], kind, "{dispatch:?}");
-            assert_eq!(response.headers()["content-length"], "7");
-            assert_eq!(response.text().await.unwrap(), r#"{"a":1}"#);
-        }
-        serving.output.clear_faults();
-        let stream = "data: {\"a\":1}\n\ndata: [DONE]\n\n";
-        // An engine that sends its events with a length.
-        serving.output.set_fault(Fault::generation().status(200, stream).header("content-type", "text/event-stream"));
-        for (path, body) in requests() {
-            let response = serving.smg.post(path, &streamed(body)).await;
-            let kind = response.headers()["content-type"].to_str().unwrap().to_owned();
-            assert!(kind.starts_with("text/event-stream"), "{dispatch:?} {kind}");
-            assert_eq!(response.headers().get("content-length"), None, "{dispatch:?}");
-            assert_eq!(response.headers()["x-smg-routed-worker-id"].to_str().unwrap(), serving.output.url());
-            assert_eq!(response.text().await.unwrap(), stream);
-        }
-    }
-}
-
-#[tokio::test]
-async fn an_answer_is_whole_whatever_length_its_engine_states() {
-    let answers = [
-        // A length beside chunks: the chunks count (RFC 9112 section 6.3).
-        (
-            "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n\
-             7\r\n{\"a\":1}\r\n0\r\n\r\n",
-            200,
-            r#"{"a":1}"#,
-        ),
-        // The length of a body that this status does not have.
-        ("HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n", 304, ""),
-    ];
-    for dispatch in DISPATCHES {
-        let serving = Serving::scripted(dispatch, &[]).await;
-        for (answer, status, body) in answers {
-            serving.output.clear_faults();
-            serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, answer)]));
-            let response = post_with(&serving, &[]).await;
-            assert_eq!(response.status(), status, "{dispatch:?}");
-            assert_eq!(response.text().await.unwrap(), body, "{dispatch:?}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn a_switch_of_protocols_that_nobody_asked_for_is_a_failed_leg() {
-    for dispatch in DISPATCHES {
-        let serving = Serving::scripted(dispatch, &[]).await;
-        serving.smg.set_policy("default", &json!({"retry": {"max_retries": 1}})).await;
-        let answer = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\nhello";
-        serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, answer)]));
-        let response = post_with(&serving, &[]).await;
-        assert_eq!(response.status(), 502, "{dispatch:?}");
-        let error: Value = response.json().await.unwrap();
-        assert!(error["error"]["message"].as_str().unwrap().contains("101"), "{error}");
-        assert_eq!(serving.failures(&serving.output).await, 1.0, "{dispatch:?}");
-    }
-}
-
-#[tokio::test]
-async fn nothing_is_put_into_a_stream_that_is_encoded() {
-    for dispatch in DISPATCHES {
-        let serving = Serving::scripted(dispatch, &[]).await;
-        // It breaks off: into a readable stream the gateway would write an event that says so.
-        let answer = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: gzip\r\ncontent-length: 9\r\n\r\n\u{1f}zipped";
-        serving.output.set_fault(Fault::generation().raw([(Duration::ZERO, answer)]));
-        let mut response = serving.smg.post("/v1/chat/completions", &streamed(chat())).await;
-        assert_eq!(response.headers()["content-encoding"], "gzip", "{dispatch:?}");
-        let mut received = Vec::new();
-        while let Ok(Some(piece)) = response.chunk().await {
-            received.extend_from_slice(&piece);
-        }
-        assert!(b"\x1fzipped".starts_with(&received), "{dispatch:?}: {}", String::from_utf8_lossy(&received));
-        serving.smg.until_idle().await;
-    }
 }

@@ -449,6 +449,13 @@ impl Serving {
         serving
     }
 
+    /// As [`Serving::start`], with engines that take every body: for tests that look at requests only.
+    pub async fn accepting(dispatch: Dispatch, flags: &[&str]) -> Self {
+        let serving = Self::start(dispatch, flags).await;
+        serving.engines().for_each(|engine| engine.set_fault(anything()));
+        serving
+    }
+
     /// Both engines, or the one there is.
     pub fn engines(&self) -> impl Iterator<Item = &MockEngine> {
         self.prefill.iter().chain([&self.output])
@@ -463,6 +470,11 @@ impl Serving {
 /// A prefill that is done at once and hands over [`HANDOFF`].
 pub fn instant_prefill() -> Fault {
     Fault::generation().status(200, format!(r#"{{"object":"prefill","kv_transfer_params":{HANDOFF}}}"#))
+}
+
+/// An answer of any engine.
+pub fn anything() -> Fault {
+    Fault::generation().status(200, format!(r#"{{"object":"anything","kv_transfer_params":{HANDOFF}}}"#))
 }
 
 /// A script whose pieces follow each other without a pause.

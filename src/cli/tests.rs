@@ -1,3 +1,4 @@
+//! Every documented flag and start command parses as written, and what is absent is refused by name.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeSet;

@@ -1,3 +1,4 @@
+//! Each command does to the state what its documentation says, and the same log always gives the same state.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use proptest::prelude::*;

@@ -1,3 +1,4 @@
+//! The admin API as an operator meets it: its answers, its refusals, its conditional and repeated writes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use axum::body::Body;

@@ -1,3 +1,4 @@
+//! Registrations and removals end, whatever engines say or fail to say, and their end stays readable.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::time::Duration;

@@ -1,3 +1,4 @@
+//! Health checks take workers out of rotation and bring them back, and commit nothing but transitions.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use futures::future::join_all;

@@ -1,3 +1,4 @@
+//! Gateways get the fleet whole and then each change, and who breaks the protocol is cut.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::time::Duration;

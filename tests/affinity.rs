@@ -89,7 +89,7 @@ async fn ask(smg: &Smg, body: &Value, headers: &[(&str, &str)]) -> Response {
 
 #[tokio::test]
 async fn cache_aware_spreads_unrelated_prompts_and_sends_repeats_where_they_went_first() {
-    let fleet = fleet(4, 1, &["--prefill-policy", "cache_aware"]).await;
+    let fleet = fleet(4, 1, &["--prefill-policy", "cache_aware", "--decode-policy", "random"]).await;
     let mut firsts = Vec::new();
     for seed in 0..200 {
         firsts.push(fleet.placed(&prompt(&unrelated(seed)), &[]).await.0);
@@ -105,6 +105,19 @@ async fn cache_aware_spreads_unrelated_prompts_and_sends_repeats_where_they_went
     assert_eq!(branch("expected_wait_fallback").await, 200.0);
     assert_eq!(branch("tree_match").await, 50.0);
     assert_eq!(fleet.smg.metric("smg_cache_aware_match_ratio_count", &[]).await, 250.0);
+}
+
+#[tokio::test]
+async fn cache_aware_is_what_runs_where_nothing_was_said() {
+    let fleet = fleet(2, 2, &[]).await;
+    let home = fleet.placed(&prompt(&unrelated(1)), &[]).await;
+    for _ in 0..4 {
+        assert_eq!(fleet.placed(&prompt(&unrelated(1)), &[]).await, home);
+    }
+    for leg in ["prefill", "decode"] {
+        let labels = [("worker_type", leg), ("policy", "cache_aware"), ("model", MODEL)];
+        assert_eq!(fleet.smg.metric("smg_worker_selection_total", &labels).await, 5.0);
+    }
 }
 
 #[tokio::test]
@@ -127,7 +140,7 @@ async fn the_record_of_prompts_is_bounded_shown_and_forgets_removed_workers() {
 
 #[tokio::test]
 async fn another_salt_is_another_prompt() {
-    let fleet = fleet(4, 1, &["--prefill-policy", "cache_aware"]).await;
+    let fleet = fleet(4, 1, &["--prefill-policy", "cache_aware", "--decode-policy", "random"]).await;
     let mut salted = prompt(&unrelated(1));
     for salt in 0..8 {
         salted["cache_salt"] = json!(format!("salt {salt}"));
@@ -139,7 +152,7 @@ async fn another_salt_is_another_prompt() {
 
 #[tokio::test]
 async fn a_rotation_or_record_goes_on_while_other_settings_and_workers_change() {
-    let fleet = fleet(4, 1, &["--prefill-policy", "cache_aware"]).await;
+    let fleet = fleet(4, 1, &["--prefill-policy", "cache_aware", "--decode-policy", "random"]).await;
     let home = fleet.placed(&prompt(&unrelated(7)), &[]).await.0;
     let policies =
         json!({"prefill_policy": "cache_aware", "decode_policy": "random", "least_load": {"mean_prefill_tokens": 5}});
@@ -151,7 +164,8 @@ async fn a_rotation_or_record_goes_on_while_other_settings_and_workers_change() 
     let matches = || fleet.smg.metric("smg_cache_aware_policy_branch_total", &[("branch", "tree_match")]);
     assert_eq!(matches().await, 3.0);
     // Another tuning of its own makes it another policy, which knows nothing.
-    let tuned = json!({"prefill_policy": "cache_aware", "cache_aware": {"cache_threshold": 0.5}});
+    let tuned =
+        json!({"prefill_policy": "cache_aware", "decode_policy": "random", "cache_aware": {"cache_threshold": 0.5}});
     fleet.smg.set_policy("default", &tuned).await;
     assert_eq!(fleet.ask(&prompt(&unrelated(7)), &[]).await.status(), 200);
     assert_eq!(matches().await, 3.0);

@@ -197,7 +197,8 @@ async fn workers_of_the_start_command_follow_it_and_those_of_the_api_stay() {
     let prefill_url = prefill.url();
     let start = async |decode: &MockEngine| {
         let decode = decode.url();
-        let smg = Smg::durable(directory.path(), &["--prefill", &prefill_url, &port, "--decode", &decode]).await;
+        let flags = ["--prefill", &prefill_url, &port, "--decode", &decode, "--policy", "round_robin"];
+        let smg = Smg::durable(directory.path(), &flags).await;
         eventually("both legs are ready", || async {
             (smg.get("/readiness").await.status() == StatusCode::OK).then_some(())
         })

@@ -50,7 +50,7 @@ async fn selections(smg: &Smg, worker_type: &str, policy: &str, model: &str) -> 
 
 #[tokio::test]
 async fn round_robin_is_even_on_each_leg() {
-    let fleet = fleet(3, 2, &[]).await;
+    let fleet = fleet(3, 2, &["--policy", "round_robin"]).await;
     serve(&fleet.smg, 12).await;
     assert_eq!(counts(&fleet.prefills), [4, 4, 4]);
     assert_eq!(counts(&fleet.decodes), [6, 6]);
@@ -60,7 +60,7 @@ async fn round_robin_is_even_on_each_leg() {
 
 #[tokio::test]
 async fn round_robin_is_even_over_regular_workers() {
-    let smg = Smg::launch(&[]).await;
+    let smg = Smg::launch(&["--policy", "round_robin"]).await;
     let engines = engines(&smg, MODEL, Role::Regular, "regular", 3).await;
     serve(&smg, 9).await;
     assert_eq!(counts(&engines), [3, 3, 3]);
@@ -125,9 +125,9 @@ async fn a_model_with_a_document_of_its_own_leaves_the_others_alone() {
         body["model"] = json!(model);
         assert_eq!(smg.post(CHAT, &body).await.status(), 200);
     }
-    assert_eq!(selections(&smg, "prefill", "round_robin", "one").await, 1.0);
+    assert_eq!(selections(&smg, "prefill", "cache_aware", "one").await, 1.0);
     assert_eq!(selections(&smg, "prefill", "random", "two").await, 1.0);
-    assert_eq!(selections(&smg, "decode", "round_robin", "two").await, 1.0);
+    assert_eq!(selections(&smg, "decode", "cache_aware", "two").await, 1.0);
 }
 
 #[tokio::test]

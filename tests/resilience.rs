@@ -299,7 +299,7 @@ async fn one_failure_opens_a_half_open_breaker_again() {
 
 #[tokio::test]
 async fn no_request_fails_while_a_dead_worker_has_a_substitute() {
-    let fleet = fleet(2, 2, &["--health-check-interval-secs", "3600"]).await;
+    let fleet = fleet(2, 2, &["--health-check-interval-secs", "3600", "--policy", "round_robin"]).await;
     let smg = &fleet.smg;
     for dead in [&fleet.prefills[0], &fleet.decodes[1]] {
         for _ in 0..4 {
@@ -359,7 +359,7 @@ async fn an_empty_leg_is_named() {
 #[tokio::test]
 async fn probes_take_a_worker_out_of_rotation_and_bring_it_back() {
     let mut flags = vec!["--health-check-interval-secs", "1", "--health-failure-threshold", "1"];
-    flags.extend(["--health-success-threshold", "1"]);
+    flags.extend(["--health-success-threshold", "1", "--policy", "round_robin"]);
     let fleet = fleet(1, 2, &flags).await;
     let (smg, sick) = (&fleet.smg, &fleet.decodes[0]);
     sick.set_fault(Fault::health().status(500, "{}"));

@@ -27,7 +27,7 @@ fn pairing_mode() -> impl TypedValueParser<Value = PairingMode> {
 #[command(next_help_heading = "Routing")]
 pub struct PolicyFlags {
     /// Policy of every leg that has none of its own: cache_aware, prefix_hash, consistent_hashing, power_of_two, least_load,
-    /// round_robin, random, manual, or bucket for prefill [default: round_robin]
+    /// round_robin, random, manual, or bucket for prefill [default: cache_aware]
     #[arg(long, value_parser = policy_name(), hide_possible_values = true, value_name = "POLICY")]
     pub policy: Option<PolicyName>,
     /// Policy of the prefill leg [default: --policy]

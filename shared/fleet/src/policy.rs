@@ -20,13 +20,13 @@ named! {
         /// Uniform over the available workers.
         Random = "random",
         /// One after the other.
-        #[default]
         RoundRobin = "round_robin",
         /// The less loaded of two random workers.
         PowerOfTwo = "power_of_two",
         /// The least loaded worker.
         LeastLoad = "least_load",
         /// Prompt-prefix affinity from the gateway's own record.
+        #[default]
         CacheAware = "cache_aware",
         /// Affinity by a hash of the prompt's prefix.
         PrefixHash = "prefix_hash",
@@ -461,7 +461,10 @@ mod tests {
     #[test]
     fn nothing_decided_means_the_documented_defaults() {
         let settings = Settings::resolve(None, None);
-        assert_eq!(settings.prefill_policy, PolicyName::RoundRobin);
+        assert_eq!(
+            [settings.regular_policy, settings.prefill_policy, settings.decode_policy],
+            [PolicyName::CacheAware; 3]
+        );
         assert_eq!((settings.retry.attempts, settings.retry.initial_backoff_ms), (5, 50));
         assert_eq!(settings.breaker.failure_threshold, Some(10));
         assert_eq!(settings.pairing_mode, PairingMode::Lenient);

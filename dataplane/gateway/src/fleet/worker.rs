@@ -299,8 +299,6 @@ impl InFlight {
 impl Drop for InFlight {
     fn drop(&mut self) {
         let runtime = &self.worker.runtime;
-        runtime.load.fetch_sub(1, Ordering::Relaxed);
-        runtime.active.dec();
         let now = runtime.clock.now_ms();
         let (transition, (failures, successes)) = {
             let mut breaker = runtime.breaker.lock();
@@ -308,15 +306,17 @@ impl Drop for InFlight {
         };
         runtime.breaker_failures.set(i64::from(failures));
         runtime.breaker_successes.set(i64::from(successes));
-        if runtime.is_gone() {
-            return;
-        }
         let outcome = match self.verdict {
-            Verdict::Success => "success",
-            Verdict::Failure => "failure",
-            Verdict::Neutral => return,
+            Verdict::Success => Some("success"),
+            Verdict::Failure => Some("failure"),
+            Verdict::Neutral => None,
         };
-        runtime.metrics.worker_cb_outcomes.with_label_values(&[self.worker.url.as_str(), outcome]).inc();
-        runtime.note_transition(transition);
+        if let Some(outcome) = outcome.filter(|_| !runtime.is_gone()) {
+            runtime.metrics.worker_cb_outcomes.with_label_values(&[self.worker.url.as_str(), outcome]).inc();
+            runtime.note_transition(transition);
+        }
+        // Last: whoever sees the worker idle sees how its requests ended.
+        runtime.load.fetch_sub(1, Ordering::Relaxed);
+        runtime.active.dec();
     }
 }

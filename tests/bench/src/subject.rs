@@ -148,6 +148,8 @@ fn smg(binaries: &Path, port: u16, metrics: u16, vllm: bool, engines: &Engines) 
     let mut command = Command::new(binaries.join("smg"));
     command.args(["launch", "--pd-disaggregation", "--host", "127.0.0.1", "--port", &port.to_string()]);
     command.args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics.to_string(), "--log-level", "warn"]);
+    // A rotation costs least of all policies, and every gateway has one: what differs is the gateway.
+    command.args(["--policy", "round_robin"]);
     if !vllm {
         for (url, bootstrap) in &engines.prefills {
             command.args(["--prefill", url, &bootstrap.to_string()]);

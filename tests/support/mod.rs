@@ -224,12 +224,15 @@ impl Smg {
     /// Registers a worker and waits until this process routes to it. Returns its id.
     pub async fn register(&self, spec: &Value) -> String {
         // A starved machine may commit too late for the answer: then the same is asked again, and may be there already.
+        let asked = AtomicU64::new(0);
         let response = eventually("the control plane answers", || async {
+            asked.fetch_add(1, Ordering::Relaxed);
             let response = self.post("/workers", spec).await;
             (response.status() != StatusCode::SERVICE_UNAVAILABLE).then_some(response)
         })
         .await;
-        let id = if response.status() == StatusCode::CONFLICT {
+        let again = asked.load(Ordering::Relaxed) > 1;
+        let id = if again && response.status() == StatusCode::CONFLICT {
             let list = self.get_json("/workers").await;
             let known = list["workers"].as_array().unwrap().iter().find(|worker| worker["url"] == spec["url"]).cloned();
             known.unwrap()["id"].as_str().unwrap().to_owned()

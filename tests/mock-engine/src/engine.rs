@@ -1,5 +1,6 @@
 //! An engine: its settings, its state, its life.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
@@ -199,7 +200,6 @@ impl Core {
 
     async fn listen(self: &Arc<Self>) -> io::Result<()> {
         let wanted = self.ports();
-        let bind = |port: u16| TcpListener::bind(("127.0.0.1", port));
         let main = bind(wanted.http).await?;
         let mut ports = Ports { http: main.local_addr()?.port(), ..Ports::default() };
         let mut fabric = Vec::new();
@@ -242,6 +242,23 @@ impl Core {
         });
         *self.life.lock() = life;
         Ok(())
+    }
+}
+
+/// Free ports this process has given to engines. None is given twice: whoever remembers an engine that is gone by its address must not meet
+/// another one there.
+static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+
+/// Listens on a port; 0 = on one that no engine of this process had before.
+async fn bind(port: u16) -> io::Result<TcpListener> {
+    // Held until a new one is found, so that the system does not offer them again.
+    let mut known = Vec::new();
+    loop {
+        let listener = TcpListener::bind(("127.0.0.1", port)).await?;
+        if port != 0 || GIVEN.lock().insert(listener.local_addr()?.port()) {
+            return Ok(listener);
+        }
+        known.push(listener);
     }
 }
 

@@ -73,7 +73,7 @@ async fn every_error_has_its_status_and_code() {
         ("GET", "/fleet/policies/absent", None, 404, "POLICY_NOT_FOUND"),
         ("DELETE", "/fleet/policies/absent", None, 404, "POLICY_NOT_FOUND"),
         ("PUT", "/fleet/policies/default", body(json!({"polcy": "random"})), 400, "BAD_REQUEST"),
-        ("PUT", "/fleet/policies/default", body(json!({"policy": "cache_aware"})), 400, "BAD_REQUEST"),
+        ("PUT", "/fleet/policies/default", body(json!({"policy": "passthrough"})), 400, "BAD_REQUEST"),
         ("PUT", "/fleet/policies/m", body(json!({"health": {}})), 400, "BAD_REQUEST"),
         ("GET", "/nope", None, 404, "NOT_FOUND"),
         ("GET", "/workers/a/b", None, 404, "NOT_FOUND"),

@@ -6,6 +6,7 @@ mod gateway;
 mod launch;
 mod process;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -15,7 +16,7 @@ fn main() -> ExitCode {
     let invocation = match cli::parse(std::env::args_os(), |name| std::env::var_os(name).is_some()) {
         Ok(invocation) => invocation,
         Err(error) => {
-            eprintln!("{error}");
+            complain(&error);
             return ExitCode::from(cli::EXIT_USAGE);
         }
     };
@@ -31,8 +32,13 @@ fn main() -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            complain(&format_args!("error: {error}"));
             error.exit_code()
         }
     }
+}
+
+/// Writes to standard error, which may be gone.
+fn complain(what: &dyn std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{what}");
 }

@@ -198,7 +198,7 @@ mod tests {
     #[test]
     fn the_reference_page_lists_every_metric() {
         let mut page = String::from(
-            "# Metrics\n\nServed on `--prometheus-port` under `/metrics`.\n\n| metric | labels | |\n|---|---|---|\n",
+            "# Metrics\n\nServed on `--prometheus-port` under `/metrics`. A series with labels appears with its first use.\n\n| metric | labels | |\n|---|---|---|\n",
         );
         for (name, help, labels) in CATALOGUE {
             let labels = labels.iter().map(|label| format!("`{label}`")).collect::<Vec<_>>().join(", ");

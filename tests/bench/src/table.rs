@@ -58,8 +58,9 @@ impl Rows {
             for column in &columns {
                 let value = self.median(name, column);
                 let reference = base.map(|base| self.median(base, column)).filter(|value| *value > 0.0);
-                let ratio =
-                    reference.filter(|_| base != Some(name)).map(|reference| format!(" ({:.2}x)", value / reference));
+                let ratio = reference
+                    .filter(|_| base != Some(name) && !value.is_nan())
+                    .map(|reference| format!(" ({:.2}x)", value / reference));
                 let _ = write!(text, " {}{} |", show(value), ratio.unwrap_or_default());
             }
         }

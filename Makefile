@@ -10,10 +10,10 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak bench lint deny
+.PHONY: help demo test soak bench e2e-vllm lint deny
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## Serve a plain and a streamed chat completion through mock engines, and show the decisions
 	$(PYTHON) tests/demo/demo.py
@@ -32,6 +32,9 @@ soak: ## Run every test in its long variant
 bench: ## Measure the release build beside other gateways; ARGS='--quick --peer NAME=COMMAND'
 	$(CARGO) build --release --locked -p smg -p mock-engine -p smg-bench
 	$${CARGO_TARGET_DIR:-target}/release/smg-bench $(ARGS)
+
+e2e-vllm: ## Check real vLLM pairs behind the gateway, without a GPU: 6.5 GB once, half an hour; ARGS='--only nixl'
+	$(PYTHON) tests/e2e-vllm/e2e.py $(ARGS)
 
 lint: ## Check format and lints, and the dependency policy where cargo-deny is installed
 	$(CARGO) fmt --all --check

@@ -1,0 +1,63 @@
+"""A pair whose connector nobody declared: it works, moves no KV, and the gateway says so in three places."""
+
+from __future__ import annotations
+
+import json
+
+from api import Request, chat, prompt
+from checks_handoff import appended, check_recomputed
+from failure import expect
+from pair import Pair, expect_recomputed, measure
+from table import Table
+
+
+def check_undeclared(table: Table, group: str, pair: Pair) -> None:
+    """Expects an empty gateway; leaves one."""
+    table.run(group, "registration", _register, pair)
+    plain = chat(prompt("undeclared"))
+    table.run(group, "chat recomputes", check_recomputed, pair, plain, "passthrough")
+    hostile = chat(prompt("undeclared and hostile"))
+    table.run(group, "a client's kv_transfer_params", _harmless, pair, hostile)
+    table.run(group, "the log says so", _log, pair)
+    table.run(group, "`/workers` says so", _listing, pair)
+    table.run(group, "metrics say so", _metrics, pair)
+    table.run(group, "unregistering", _unregister, pair)
+
+
+def _register(pair: Pair) -> str:
+    for engine in pair.engines:
+        pair.gateway.register(engine)
+    pair.gateway.wait_healthy(2)
+    return "both workers healthy without a declared connector"
+
+
+def _harmless(pair: Pair, request: Request) -> str:
+    measured = measure(pair, request, "passthrough", appended(json.dumps(request.body)))
+    figures = expect_recomputed(measured)
+    expect(all(engine.healthy() for engine in pair.engines), "a server is not healthy any more")
+    return f"{figures}; both servers healthy"
+
+
+def _log(pair: Pair) -> str:
+    lines = [line for line in pair.gateway.process.log_text().splitlines() if "NO KV CONNECTOR IS DECLARED" in line]
+    expect(any(pair.prefill.url in line for line in lines), "no line of the log warns about the prefill worker")
+    return "a warning that names the prefill worker"
+
+
+def _listing(pair: Pair) -> str:
+    warning = pair.gateway.worker(pair.prefill).get("warning") or ""
+    expect("passthrough" in warning, f"the prefill worker's warning is {warning!r}")
+    return f"`{warning}`"
+
+
+def _metrics(pair: Pair) -> str:
+    undeclared = int(pair.gateway.metrics().total("smg_pd_undeclared_connectors"))
+    passthrough = pair.gateway.mode_count("passthrough")
+    figures = f"smg_pd_undeclared_connectors {undeclared}, mode passthrough {passthrough}"
+    expect(undeclared == 1 and passthrough == 2, figures)
+    return figures
+
+
+def _unregister(pair: Pair) -> str:
+    pair.gateway.unregister_all()
+    return "no worker left"

@@ -1,0 +1,66 @@
+"""What the machine must have, checked before anything is downloaded or started."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+
+from failure import Missing
+
+DISK_BYTES = 8 * 1024**3
+"""The installed engine takes 6.5 GiB; the installer needs some room beside it."""
+
+MEMORY_BYTES = 6 * 1024**3
+"""Two servers of 3.2 GiB each, which share their libraries' pages."""
+
+
+def cache_directory() -> pathlib.Path:
+    """Where the engine is installed, once for all runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "smg-e2e"
+
+
+def find_python() -> pathlib.Path | None:
+    """A python 3.12 that runs and can make virtual environments."""
+    versions = pathlib.Path(os.environ.get("PYENV_ROOT") or pathlib.Path.home() / ".pyenv") / "versions"
+    on_path = shutil.which("python3.12")
+    candidates = [pathlib.Path(on_path)] if on_path else []
+    candidates += sorted(versions.glob("3.12.*/bin/python3.12"), reverse=True)
+    for candidate in candidates:
+        test = "import ensurepip, venv, sys; sys.exit(sys.version_info[:2] != (3, 12))"
+        if subprocess.run([candidate, "-c", test], capture_output=True, check=False).returncode == 0:
+            return candidate
+    return None
+
+
+def available_memory() -> int:
+    """Bytes that programs can still take without swapping."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def check(cache: pathlib.Path, installed: bool) -> pathlib.Path:
+    """Refuses a machine that cannot do it, with the whole list of what it lacks. Returns the python to install with."""
+    missing = []
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        missing.append(f"Linux on x86_64: the engine's CPU build is pinned for it, this is {platform.platform()}")
+        raise Missing("\n".join(missing))
+    python = find_python()
+    if python is None:
+        missing.append("python3.12 with the venv module, on PATH or under pyenv's versions")
+    missing += [f"`{tool}` on PATH" for tool in ("cargo", "git") if shutil.which(tool) is None]
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    if not installed and free < DISK_BYTES:
+        missing.append(f"{DISK_BYTES / 1e9:.1f} GB of free disk for {cache}: there are {free / 1e9:.1f}")
+    memory = available_memory()
+    if memory < MEMORY_BYTES:
+        missing.append(f"{MEMORY_BYTES / 1e9:.1f} GB of available memory: there are {memory / 1e9:.1f}")
+    if missing or python is None:
+        raise Missing("\n".join(missing))
+    return python

@@ -1,0 +1,164 @@
+"""Processes that do not outlive the run.
+
+Every process gets a session, hence a process group, of its own: vLLM starts workers, and stopping a server means
+stopping them too. Only groups that were started here are ever signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from failure import Broken
+
+STOP_SECONDS = 60
+SHOWN_LINES = 25
+
+
+class Process:
+    """A started command with its log file."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.group = self._process.pid
+
+    def require_alive(self) -> None:
+        if self._process.poll() is not None:
+            raise Broken(f"{self.name} ended with exit code {self._process.returncode}; its log is {self.log}")
+
+    def wait(self, seconds: float) -> int:
+        """Waits until it ends by itself and returns its exit code."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise Broken(f"{self.name} did not end within {seconds:.0f} s; its log is {self.log}") from error
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def members(self) -> list[int]:
+        """Ids of the living processes of its session."""
+        members = []
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                state, session = fields[0], int(fields[3])
+                if session == self.group and state not in "ZX":
+                    members.append(int(entry.name))
+        return members
+
+    def member_named(self, part: str) -> int:
+        """Id of the one living process of its session whose command line contains `part`."""
+        found = []
+        for member in self.members():
+            try:
+                command = pathlib.Path(f"/proc/{member}/cmdline").read_text(errors="replace")
+            except OSError:
+                continue
+            if part in command:
+                found.append(member)
+        if len(found) != 1:
+            raise Broken(f"{self.name} has {len(found)} processes with {part!r} in their command line")
+        return found[0]
+
+    def kill(self) -> None:
+        """Ends the whole group at once, as a crash does."""
+        self._signal(signal.SIGKILL)
+        self._process.wait(STOP_SECONDS)
+
+    def stop(self) -> None:
+        """Asks the leader to stop; what is left of its group after a while is killed."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._process.poll() is None or self.members():
+            if time.monotonic() > deadline:
+                print(f"{self.name} did not stop within {STOP_SECONDS} s and is killed", file=sys.stderr)
+                self.kill()
+                return
+            time.sleep(0.1)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, number)
+
+
+class Processes:
+    """The processes of one stage; leaving the `with` block stops all, the youngest first."""
+
+    def __init__(self, logs: pathlib.Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = logs
+        self._started: list[Process] = []
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Process:
+        process = Process(name, command, environment, self.logs / f"{name}.log")
+        self._started.append(process)
+        return process
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        if kind is not None and issubclass(kind, Broken):
+            for process in self._started:
+                print(f"--- last lines of {process.log}", file=sys.stderr)
+                print(*process.log_text().splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+        # An interruption while stopping must not leave the rest running.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            for process in reversed(self._started):
+                process.stop()
+        finally:
+            install_interruption()
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end."""
+
+
+def install_interruption() -> None:
+    """Turns signals into an exception, so that every `with` block on the way out stops what it started."""
+    def interrupt(number: int, _frame: object) -> None:
+        raise Interrupted(signal.Signals(number).name)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+
+
+_PORTS = range(20000, 32000)
+"""Below what Linux hands to outgoing connections, so that a port stays free during the minutes an engine needs to start."""
+
+_handed_out: set[int] = set()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on and that was not handed out before."""
+    for port in random.sample(_PORTS, 200):
+        if port in _handed_out:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _handed_out.add(port)
+        return port
+    raise Broken("no free port on 127.0.0.1")

@@ -1,0 +1,98 @@
+"""What runs together: a pair of servers with one connector, a gateway, and the checks of that pair."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import mooncake_support
+from checks_crash import check_crash
+from checks_handoff import (
+    check_answers,
+    check_batches,
+    check_hostile_fields,
+    check_listeners,
+    check_unequal_requests,
+)
+from checks_leaving import check_leaving
+from checks_passthrough import check_undeclared
+from client import call
+from engine import Engine
+from gateway import Gateway
+from installation import Installation
+from pair import Pair
+from processes import Processes
+from table import Table
+
+
+def nixl(table: Table, installation: Installation, binary: pathlib.Path, logs: pathlib.Path) -> None:
+    """NIXL: decode pulls the KV cache from the place that the prefill's answer names."""
+    with Processes(logs) as processes:
+        pair = _start(processes, installation, binary, "NixlConnector", "nixl")
+        name = "NIXL"
+        table.run(name, "start", _starts, pair)
+        table.run(name, "listeners", check_listeners, pair)
+        _declare(table, name, pair)
+        check_answers(table, name, pair)
+        check_unequal_requests(table, name, pair)
+        check_batches(table, "NIXL, several prompts in one request", pair)
+        check_hostile_fields(table, "NIXL, handoffs that clients bring", pair)
+        check_leaving(table, "NIXL, clients that leave", pair)
+        table.run("No declared connector", "the declared pair leaves", _leave, pair)
+        check_undeclared(table, "No declared connector", pair)
+        _declare(table, "NIXL, a crash of decode", pair)
+        check_crash(table, "NIXL, a crash of decode", pair)
+
+
+def mooncake_pair(table: Table, installation: Installation, binary: pathlib.Path, logs: pathlib.Path) -> None:
+    """Mooncake: prefill pushes the KV cache, and both legs run at once. Needs a network namespace: it listens everywhere."""
+    environment = mooncake_support.environment(installation)
+    with Processes(logs) as processes:
+        options = mooncake_support.OPTIONS
+        pair = _start(processes, installation, binary, "MooncakeConnector", "mooncake", options, environment)
+        name = "Mooncake"
+        table.run(name, "start", _starts, pair)
+        engine_id = call(pair.prefill.side_port, "GET", "/query").json()["0"]["engine_id"]
+        _declare(table, name, pair, {"kv_engine_id": engine_id, "bootstrap_port": pair.prefill.side_port})
+        check_answers(table, name, pair)
+        check_unequal_requests(table, name, pair)
+        check_batches(table, "Mooncake, several prompts in one request", pair)
+        check_hostile_fields(table, "Mooncake, handoffs that clients bring", pair)
+        check_leaving(table, "Mooncake, clients that leave", pair)
+
+
+STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], None]] = {
+    "nixl": nixl,
+    "mooncake": mooncake_pair,
+}
+
+
+def _start(processes: Processes, installation: Installation, binary: pathlib.Path, connector: str, mode: str,
+           options: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> Pair:
+    print(f"starting two servers with {connector}: one to six minutes", flush=True)
+    prefill, decode = (Engine(processes, installation, role, connector, options, environment)
+                       for role in ("prefill", "decode"))
+    for engine in (prefill, decode):
+        engine.wait_ready()
+    return Pair(prefill, decode, Gateway(processes, binary), mode)
+
+
+def _starts(pair: Pair) -> str:
+    return ", ".join(f"{engine.role} ready after {engine.start_seconds[0]:.0f} s" for engine in pair.engines)
+
+
+def _declare(table: Table, group: str, pair: Pair, prefill_only: dict[str, object] | None = None) -> None:
+    """Registers both servers with the connector they run."""
+    def register() -> str:
+        pair.gateway.register(pair.prefill, kv_connector=pair.prefill.connector, **(prefill_only or {}))
+        pair.gateway.register(pair.decode, kv_connector=pair.decode.connector)
+        pair.gateway.wait_healthy(2)
+        shown = {key: pair.gateway.worker(pair.prefill).get(key) for key in ("pd_pairing", "model_id")}
+        return f"both workers healthy, {json.dumps(shown)}"
+    table.run(group, "registration", register)
+
+
+def _leave(pair: Pair) -> str:
+    pair.gateway.unregister_all()
+    return "no worker left"

@@ -15,6 +15,15 @@ enum Verdict {
 
 use Verdict::{Differ, Pairs};
 
+impl Verdict {
+    fn components(&self) -> Vec<&'static str> {
+        match self {
+            Pairs => Vec::new(),
+            Differ(components) => components.to_vec(),
+        }
+    }
+}
+
 /// Two legs, and what each mode says of them: `off`, `lenient`, `strict`.
 struct Case {
     name: &'static str,
@@ -193,6 +202,25 @@ async fn shown_key(smg: &Smg, id: &str) -> String {
     smg.get_json(&format!("/workers/{id}")).await["pd_pairing"].as_str().unwrap().to_owned()
 }
 
+/// What the matrix says of the one pair of a model. A registration of either leg, asked about beforehand, is told the same.
+async fn shown_reasons(smg: &Smg, specs: &[Value; 2], model: &str) -> Vec<String> {
+    let cell = |matrix: &Value| {
+        assert_eq!((&matrix["total"], &matrix["models"][0]["model"]), (&json!(1), &json!(model)), "{matrix}");
+        let cell = &matrix["cells"][0];
+        let reasons = cell["reasons"].as_array().cloned().unwrap_or_default();
+        assert_eq!(cell["pairs"], json!(reasons.is_empty()), "{cell}");
+        assert_eq!([&cell["prefill"]["url"], &cell["decode"]["url"]], [&specs[0]["url"], &specs[1]["url"]]);
+        reasons.iter().map(|reason| reason["component"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let shown = cell(&smg.get_json(&format!("/fleet/pairing?model={model}")).await);
+    for spec in specs {
+        let asked = smg.post(&format!("/fleet/pairing/explain?model={model}"), spec).await;
+        assert_eq!(asked.status(), 200);
+        assert_eq!(cell(&asked.json().await.unwrap()), shown, "{spec}");
+    }
+    shown
+}
+
 #[tokio::test]
 async fn each_rule_keeps_legs_apart_as_its_mode_says() {
     let smg = Smg::launch(&[]).await;
@@ -205,6 +233,7 @@ async fn each_rule_keeps_legs_apart_as_its_mode_says() {
         assert_eq!([shown_key(&smg, &prefill_id).await, shown_key(&smg, &decode_id).await], case.keys, "{model}");
         for (mode, verdict) in ["off", "lenient", "strict"].into_iter().zip(case.modes) {
             smg.set_policy(model, &json!({"pairing_mode": mode})).await;
+            assert_eq!(shown_reasons(&smg, &specs, model).await, verdict.components(), "{model} under {mode}");
             let before = decode.generation_count() + prefill.generation_count();
             let response = ask(&smg, model).await;
             let (status, code) = (response.status().as_u16(), response.headers().get("x-smg-error-code").cloned());
@@ -321,4 +350,61 @@ async fn a_models_document_overrides_the_fleets_pairing_mode() {
     let deleted = smg.client.delete(format!("{}/fleet/policies/two", smg.url)).send().await.unwrap();
     assert_eq!(deleted.status(), 204);
     assert_eq!(ask(&smg, "two").await.status(), 503);
+}
+
+#[tokio::test]
+async fn asking_what_if_registers_nothing_and_the_answer_says_what_differs() {
+    let smg = Smg::launch(&[]).await;
+    let decode = leg(Engine::Vllm, Role::Decode, "m").await;
+    smg.register(&spec_with(&decode, "decode", json!({"kv_connector": "NixlConnector"}))).await;
+    let mut hypothetical = json!({"url": "http://not-there:1", "worker_type": "prefill", "runtime_type": "vllm"});
+    hypothetical["kv_connector"] = json!("MooncakeConnector");
+    let explain = async |spec: &Value| {
+        let response = smg.post("/fleet/pairing/explain", spec).await;
+        (response.status().as_u16(), response.json::<Value>().await.unwrap())
+    };
+    let (status, answer) = explain(&hypothetical).await;
+    assert_eq!((status, &answer["facts_from"]), (200, &json!("spec")));
+    assert_eq!(answer["worker"], json!({"url": "http://not-there:1", "pd_pairing": "vllm/mooncake/?"}));
+    let reasons = json!([{"component": "transport", "prefill": "mooncake", "decode": "nixl"}]);
+    assert_eq!(answer["cells"][0]["reasons"], reasons);
+    hypothetical["kv_connector"] = json!("NixlConnector");
+    assert_eq!(explain(&hypothetical).await.1["models"][0]["pairs"], 1);
+    assert_eq!(smg.get_json("/workers").await["total"], 1);
+    for (change, said) in [
+        (json!({"worker_type": "regular"}), "pairs with nobody"),
+        (json!({"url": "nonsense"}), "invalid url"),
+        (json!({"labels": {"dp_size": 7}}), "invalid JSON"),
+    ] {
+        let mut wrong = hypothetical.clone();
+        wrong.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        let (status, answer) = explain(&wrong).await;
+        assert_eq!((status, &answer["code"]), (400, &json!("BAD_REQUEST")), "{answer}");
+        assert!(answer["error"].as_str().unwrap().contains(said), "{answer}");
+    }
+    let refused = smg.get("/fleet/pairing?limit=many").await;
+    assert_eq!(refused.status(), 400);
+}
+
+#[tokio::test]
+async fn a_gateway_without_control_plane_answers_about_pairs_from_its_snapshot() {
+    let directory = tempfile::tempdir().unwrap();
+    let port = free_port();
+    let mut plane = Smg::controlplane(directory.path(), port, &[]).await;
+    let gateway = Smg::gateway(&format!("127.0.0.1:{port}"), &[]).await;
+    let (prefill, decode) = (leg(Engine::Vllm, Role::Prefill, "m").await, leg(Engine::Vllm, Role::Decode, "m").await);
+    let prefill_spec = spec_with(&prefill, "prefill", json!({"kv_connector": "NixlConnector"}));
+    gateway.register(&prefill_spec).await;
+    gateway.register(&spec_with(&decode, "decode", json!({"kv_connector": "MooncakeConnector"}))).await;
+    let with = gateway.get_json("/fleet/pairing").await;
+    let explained: Value = gateway.post("/fleet/pairing/explain", &prefill_spec).await.json().await.unwrap();
+    plane.kill();
+    let without = gateway.get("/fleet/pairing").await;
+    assert!(without.headers().contains_key("x-smg-stale"));
+    assert_eq!(without.json::<Value>().await.unwrap(), with);
+    assert_eq!(with["models"][0]["reasons"], json!({"transport": 1}));
+    let again = gateway.post("/fleet/pairing/explain", &prefill_spec).await;
+    assert!(again.headers().contains_key("x-smg-stale"));
+    assert_eq!(again.json::<Value>().await.unwrap(), explained);
+    assert_eq!(gateway.get("/fleet/pairing?pairs=7").await.status(), 400);
 }

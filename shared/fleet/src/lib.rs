@@ -6,6 +6,7 @@
 //! * [`worker`]: what an operator registers, what the engine reported, what the fleet intends with it;
 //! * [`url`]: worker addresses, normalised so that one engine is one worker;
 //! * [`pairing`]: which prefill can hand its KV cache to which decode;
+//! * [`matrix`]: the same, as operators ask it;
 //! * [`policy`]: policy documents and the settings that result from them;
 //! * [`tuning`]: what documents say about how policies decide;
 //! * [`cluster`]: settings of the cluster as a whole;
@@ -15,6 +16,7 @@
 
 pub mod cluster;
 pub mod info;
+pub mod matrix;
 mod object;
 pub mod pairing;
 pub mod policy;

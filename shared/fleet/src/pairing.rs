@@ -75,6 +75,21 @@ impl Descriptor {
     pub fn key(&self) -> String {
         self.to_string()
     }
+
+    /// What this leg says of a component that [`mismatch`] names, without its `unknown`; `None` when it says nothing.
+    pub fn component(&self, name: &str) -> Option<String> {
+        match name {
+            "connection_mode" => Some(self.wire.as_str().to_owned()),
+            "runtime" => self.runtime.map(|runtime| runtime.as_str().to_owned()),
+            "pairing_protocol" => self.protocol.clone(),
+            "transport" => self.transport.clone(),
+            "version" => self.version.clone(),
+            label => {
+                let position = LAYOUT.iter().position(|(layout, _, _)| *layout == label)?;
+                self.layout.get(position)?.clone()
+            }
+        }
+    }
 }
 
 impl fmt::Display for Descriptor {

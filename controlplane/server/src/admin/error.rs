@@ -43,6 +43,9 @@ pub enum ApiError {
     /// The resource has no such method.
     #[error("{0}")]
     WrongMethod(String),
+    /// A fault of this program.
+    #[error("{0}")]
+    Internal(&'static str),
 }
 
 impl From<WriteError> for ApiError {
@@ -65,6 +68,7 @@ impl ApiError {
             Self::TooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE"),
             Self::UnknownRoute(_) => (StatusCode::NOT_FOUND, "NOT_FOUND"),
             Self::WrongMethod(_) => (StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED"),
+            Self::Internal(_) => (StatusCode::INTERNAL_SERVER_ERROR, "INTERNAL_SERVER_ERROR"),
             Self::Rejected(rejection) => match rejection.code {
                 RejectionCode::WorkerNotFound => (StatusCode::NOT_FOUND, "WORKER_NOT_FOUND"),
                 RejectionCode::WorkerAlreadyExists => (StatusCode::CONFLICT, "WORKER_ALREADY_EXISTS"),

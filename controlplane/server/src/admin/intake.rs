@@ -54,9 +54,13 @@ pub(super) fn consistency(uri: &Uri) -> Result<Consistency, ApiError> {
 
 /// One query parameter, decoded; the first one of that name.
 pub(super) fn query(uri: &Uri, name: &str) -> Result<Option<String>, ApiError> {
-    let pairs = axum::extract::Query::<Vec<(String, String)>>::try_from_uri(uri)
-        .map_err(|error| ApiError::BadRequest(error.body_text()))?;
-    Ok(pairs.0.into_iter().find(|(key, _)| key == name).map(|(_, value)| value))
+    Ok(parameters(uri)?.into_iter().find(|(key, _)| key == name).map(|(_, value)| value))
+}
+
+/// All query parameters, decoded.
+pub(super) fn parameters(uri: &Uri) -> Result<Vec<(String, String)>, ApiError> {
+    let pairs = axum::extract::Query::<Vec<(String, String)>>::try_from_uri(uri);
+    Ok(pairs.map_err(|error| ApiError::BadRequest(error.body_text()))?.0)
 }
 
 /// A worker id of a path.

@@ -14,7 +14,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
-use axum::routing::get;
+use axum::routing::{get, post};
 use smg_fleet::Revision;
 use smg_store::StoreError;
 
@@ -24,6 +24,7 @@ use crate::writer::Writer;
 pub mod error;
 mod fleet;
 mod intake;
+mod pairing;
 mod policies;
 mod settings;
 #[cfg(test)]
@@ -51,6 +52,8 @@ pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize) ->
         .route("/workers/{id}", get(workers::show).put(workers::replace).patch(workers::patch).delete(workers::remove))
         .route("/fleet/policies", get(policies::list))
         .route("/fleet/policies/{*model}", get(policies::show).put(policies::put).delete(policies::delete))
+        .route("/fleet/pairing", get(pairing::show))
+        .route("/fleet/pairing/explain", post(pairing::explain))
         .route("/fleet/settings", get(settings::show).put(settings::put))
         .route("/fleet/gateways", get(fleet::gateways))
         .route("/fleet/cluster", get(fleet::cluster))

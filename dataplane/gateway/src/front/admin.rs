@@ -7,12 +7,13 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{Query, Request, State};
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Method, Response, StatusCode, header};
+use http::{HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body_util::{BodyExt, Limited};
 use serde_json::{Value, json};
-use smg_fleet::{WorkerId, info};
+use smg_fleet::validate::worker_spec;
+use smg_fleet::{Snapshot, WorkerId, WorkerSpec, info, matrix};
 
 use super::{Front, intake};
 use crate::resilience::breaker::Phase;
@@ -36,8 +37,7 @@ pub(super) async fn forward(State(front): State<Front>, request: Request) -> Res
         Ok(body) => body,
         Err(error) => return refuse(error.status(), admin_code(error.status()), &error.to_string()),
     };
-    let is_read = head.method == Method::GET;
-    let path = head.uri.path().to_owned();
+    let asked = Asked { uri: head.uri.clone(), is_get: head.method == Method::GET, body: body.clone() };
     let mut forwarded = http::Request::new(body);
     *forwarded.method_mut() = head.method;
     *forwarded.uri_mut() = head.uri;
@@ -57,19 +57,27 @@ pub(super) async fn forward(State(front): State<Front>, request: Request) -> Res
     });
     let (mut head, body) = match answer.await {
         Ok(Ok(answer)) => answer,
-        Ok(Err(reason)) => return without_control_plane(&front, is_read, &path, &reason),
-        Err(_) => return without_control_plane(&front, is_read, &path, "the control plane did not answer in time"),
+        Ok(Err(reason)) => return without_control_plane(&front, &asked, &reason),
+        Err(_) => return without_control_plane(&front, &asked, "the control plane did not answer in time"),
     };
     if let Some(revision) = head.headers.get(&REVISION).and_then(|value| value.to_str().ok()?.parse().ok()) {
         catch_up(&front, revision).await;
     }
-    let body = if is_read && head.status.is_success() { overlay(&front, body) } else { body };
+    let shows_workers = asked.is_get && asked.uri.path().starts_with("/workers");
+    let body = if shows_workers && head.status.is_success() { overlay(&front, body) } else { body };
     head.headers.remove(header::CONTENT_LENGTH);
     head.headers.remove(header::TRANSFER_ENCODING);
     let mut response = Response::new(Body::from(body));
     *response.status_mut() = head.status;
     *response.headers_mut() = head.headers;
     response
+}
+
+/// What a client asked the control plane for.
+struct Asked {
+    uri: Uri,
+    is_get: bool,
+    body: Bytes,
 }
 
 async fn catch_up(front: &Front, revision: u64) {
@@ -89,9 +97,9 @@ fn admin_code(status: StatusCode) -> &'static str {
     }
 }
 
-fn without_control_plane(front: &Front, is_read: bool, path: &str, reason: &str) -> Response<Body> {
+fn without_control_plane(front: &Front, asked: &Asked, reason: &str) -> Response<Body> {
     let status = front.link.status();
-    if let Some(stored) = is_read.then(|| from_snapshot(front, path)).flatten() {
+    if let Some(stored) = from_snapshot(front, asked) {
         let (code, mut body) = stored;
         overlay_value(front, &mut body);
         let mut response = super::probes::json_response(code, &body);
@@ -102,12 +110,19 @@ fn without_control_plane(front: &Front, is_read: bool, path: &str, reason: &str)
     refuse(StatusCode::SERVICE_UNAVAILABLE, "CONTROL_PLANE_UNAVAILABLE", &message)
 }
 
-/// What the snapshot in use says about a path.
-fn from_snapshot(front: &Front, path: &str) -> Option<(StatusCode, Value)> {
+/// What the snapshot in use says about a read.
+fn from_snapshot(front: &Front, asked: &Asked) -> Option<(StatusCode, Value)> {
     let table = front.core.table.load();
     let snapshot = &table.snapshot;
     // Without a snapshot nothing is known: an empty list would be a lie.
     if snapshot.revision == 0 {
+        return None;
+    }
+    let path = asked.uri.path();
+    if let "/fleet/pairing" | "/fleet/pairing/explain" = path {
+        return Some(pairing(snapshot, asked).unwrap_or_else(|reason| bad_request(&reason)));
+    }
+    if !asked.is_get {
         return None;
     }
     if path == "/workers" {
@@ -115,15 +130,31 @@ fn from_snapshot(front: &Front, path: &str) -> Option<(StatusCode, Value)> {
     }
     let id = path.strip_prefix("/workers/")?;
     let Ok(id) = id.parse::<WorkerId>() else {
-        return Some((
-            StatusCode::BAD_REQUEST,
-            json!({"error": format!("'{id}' is not a worker id"), "code": "BAD_REQUEST"}),
-        ));
+        return Some(bad_request(&format!("'{id}' is not a worker id")));
     };
     Some(match snapshot.workers.get(&id) {
         Some(worker) => (StatusCode::OK, info::worker_info(worker)),
         None => (StatusCode::NOT_FOUND, json!({"error": format!("worker {id} not found"), "code": "WORKER_NOT_FOUND"})),
     })
+}
+
+fn bad_request(reason: &str) -> (StatusCode, Value) {
+    (StatusCode::BAD_REQUEST, json!({"error": reason, "code": "BAD_REQUEST"}))
+}
+
+/// The pairing matrix, or what a worker that is not registered would find in it.
+fn pairing(snapshot: &Snapshot, asked: &Asked) -> Result<(StatusCode, Value), String> {
+    let parameters = Query::<Vec<(String, String)>>::try_from_uri(&asked.uri).map_err(|error| error.body_text())?.0;
+    let query = matrix::Query::parse(parameters).map_err(|error| error.to_string())?;
+    let answer = if asked.is_get {
+        serde_json::to_value(matrix::matrix(snapshot, &query).map_err(|error| error.to_string())?)
+    } else {
+        let mut spec: WorkerSpec =
+            serde_json::from_slice(&asked.body).map_err(|error| format!("invalid JSON body: {error}"))?;
+        worker_spec(&mut spec).map_err(|error| error.to_string())?;
+        serde_json::to_value(matrix::explain(snapshot, spec, &query).map_err(|error| error.to_string())?)
+    };
+    Ok((StatusCode::OK, answer.map_err(|error| error.to_string())?))
 }
 
 fn overlay(front: &Front, body: Bytes) -> Bytes {

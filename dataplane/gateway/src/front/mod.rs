@@ -62,6 +62,8 @@ pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
         .route("/workers/{id}", any(admin::forward))
         .route("/fleet/policies", any(admin::forward))
         .route("/fleet/policies/{*model}", any(admin::forward))
+        .route("/fleet/pairing", any(admin::forward))
+        .route("/fleet/pairing/explain", any(admin::forward))
         .route("/fleet/settings", any(admin::forward))
         .route("/fleet/gateways", any(admin::forward))
         .route("/fleet/cluster", any(admin::forward))

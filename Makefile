@@ -10,10 +10,10 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak bench e2e-vllm lint deny
+.PHONY: help demo test soak sdk prometheus bench e2e-vllm lint deny
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## Serve a plain and a streamed chat completion through mock engines, and show the decisions
 	$(PYTHON) tests/demo/demo.py
@@ -28,6 +28,12 @@ endif
 
 soak: ## Run every test in its long variant
 	SMG_SOAK=1 $(MAKE) test
+
+sdk: ## Run the official OpenAI and Anthropic Python clients against smg before mock engines (installs them with pip once)
+	$(PYTHON) tests/sdk/sdk.py
+
+prometheus: ## Lint the metrics of a live smg with promtool and run the documented queries in a real Prometheus
+	$(PYTHON) tests/prometheus/check.py
 
 bench: ## Measure the release build beside other gateways; ARGS='--quick --peer NAME=COMMAND'
 	$(CARGO) build --release --locked -p smg -p mock-engine -p smg-bench

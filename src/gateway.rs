@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use smg_gateway::{Dial, Gateway, GatewayOptions};
 use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_telemetry::trace::Tracer;
 use smg_telemetry::{Metrics, SMG};
 use uuid::Uuid;
 
@@ -19,8 +20,10 @@ pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
     let metrics_address = args.process.prometheus_address(args.edge.host);
     let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
     tracing::info!(target: SMG, address = %metrics_address, "metrics");
+    let gateway_id = args.gateway_id.unwrap_or_else(random_id);
     let options = GatewayOptions {
-        gateway_id: args.gateway_id.unwrap_or_else(random_id),
+        tracer: tracer(&args.edge, &gateway_id, &metrics)?,
+        gateway_id,
         data_dir: args.data_dir,
         ..options(&args.edge)
     };
@@ -32,6 +35,17 @@ pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
 /// A name for a gateway that was given none.
 pub fn random_id() -> String {
     format!("gateway-{}", Uuid::new_v4().simple())
+}
+
+/// The way to the collector, if traces are wanted.
+///
+/// # Errors
+/// When its address is not usable.
+pub fn tracer(edge: &EdgeArgs, gateway_id: &str, metrics: &Arc<Metrics>) -> Result<Option<Tracer>, RunError> {
+    let Some(collector) = edge.trace.collector() else { return Ok(None) };
+    tracing::info!(target: SMG, collector, "tracing requests");
+    let started = Tracer::start(collector, gateway_id, Arc::clone(metrics));
+    started.map(Some).map_err(|error| RunError::start("traces", error))
 }
 
 /// Longer than any process runs (136 years), and still a time that clocks can count to.

@@ -57,8 +57,10 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
         smg_net::spawn("control-plane", async move { inner.listen(listener, router).await });
     }
 
+    let gateway_id = args.gateway_id.unwrap_or_else(gateway::random_id);
     let options = GatewayOptions {
-        gateway_id: args.gateway_id.unwrap_or_else(gateway::random_id),
+        tracer: gateway::tracer(&args.edge, &gateway_id, &metrics)?,
+        gateway_id,
         // The store is durable here: a second copy of its state has no use.
         data_dir: None,
         ..gateway::options(&args.edge)

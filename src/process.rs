@@ -93,6 +93,7 @@ pub fn metrics(args: &ProcessArgs) -> Result<Arc<Metrics>, RunError> {
 /// When the address cannot be bound.
 pub fn serve_metrics(address: SocketAddr, metrics: Arc<Metrics>) -> Result<SocketAddr, RunError> {
     let render = move || {
+        show_runtime(&metrics);
         let rendered = metrics.render();
         async move {
             match rendered {
@@ -107,6 +108,14 @@ pub fn serve_metrics(address: SocketAddr, metrics: Arc<Metrics>) -> Result<Socke
     let server = Server::new(ServeOptions::default(), Shutdown::default());
     smg_net::spawn("metrics", async move { server.listen(listener, router).await });
     Ok(bound)
+}
+
+fn show_runtime(metrics: &Metrics) {
+    let runtime = tokio::runtime::Handle::current().metrics();
+    let count = |number: usize| i64::try_from(number).unwrap_or(i64::MAX);
+    metrics.tokio_workers.set(count(runtime.num_workers()));
+    metrics.tokio_alive_tasks.set(count(runtime.num_alive_tasks()));
+    metrics.tokio_global_queue_depth.set(count(runtime.global_queue_depth()));
 }
 
 /// The signals that end a process.

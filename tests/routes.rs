@@ -110,6 +110,7 @@ async fn embeddings_and_classification_need_a_regular_worker() {
     for path in ["/v1/embeddings", "/v1/classify"] {
         let refused = smg.post(path, &json!({"model": MODEL, "input": "hi"})).await;
         assert_eq!(refused.status(), StatusCode::NOT_IMPLEMENTED, "{path}");
+        assert_eq!(refused.headers()["x-smg-error-code"], "pd_route_unsupported", "{path}");
         let error: Value = refused.json().await.unwrap();
         assert!(error["error"]["message"].as_str().unwrap().contains("prefill/decode mode"), "{error}");
     }
@@ -161,4 +162,59 @@ async fn operators_can_ask_engines_through_the_gateway() {
     let flushed = smg.client.post(format!("{}/flush_cache", smg.url)).send().await.unwrap();
     assert_eq!(flushed.status(), StatusCode::PARTIAL_CONTENT);
     assert_eq!(flushed.json::<Value>().await.unwrap()["failed"][0]["worker"], decode.url());
+}
+
+#[tokio::test]
+async fn an_engines_own_error_carries_the_code_of_its_leg_and_status() {
+    let code = async |smg: &Smg, status: u16| {
+        let answer = smg.post("/v1/chat/completions", &chat()).await;
+        assert_eq!(answer.status().as_u16(), status);
+        answer.headers()["x-smg-error-code"].to_str().unwrap().to_owned()
+    };
+    let pair = Serving::start(Dispatch::Parallel, &["--disable-retries"]).await;
+    for (status, prefill, decode) in [
+        (400, "prefill_bad_request", "decode_bad_request"),
+        (404, "prefill_not_found", "decode_not_found"),
+        (418, "prefill_error", "decode_error"),
+        (500, "prefill_internal_error", "decode_internal_error"),
+        (502, "prefill_bad_gateway", "decode_bad_gateway"),
+        (503, "prefill_unavailable", "decode_unavailable"),
+    ] {
+        for (engine, expected) in [(pair.prefill.as_ref().unwrap(), prefill), (&pair.output, decode)] {
+            engine.set_fault(Fault::generation().status(status, "{}").times(1));
+            assert_eq!(code(&pair.smg, status).await, expected);
+        }
+    }
+    let alone = Serving::start(Dispatch::Regular, &["--disable-retries"]).await;
+    alone.output.set_fault(Fault::generation().status(500, "{}").times(1));
+    assert_eq!(code(&alone.smg, 500).await, "worker_upstream_error");
+    alone.output.stop().await;
+    assert_eq!(code(&alone.smg, 502).await, "worker_request_failed");
+}
+
+#[tokio::test]
+async fn messages_and_responses_of_a_pair_are_those_of_one_engine_whole_and_streamed() {
+    let messages = json!({"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "hi there"}]});
+    let input = json!({"model": MODEL, "max_output_tokens": 5, "input": "hi there"});
+    for dispatch in [Dispatch::Parallel, Dispatch::Sequential] {
+        let pair = Serving::start(dispatch, &[]).await;
+        let single = match dispatch {
+            Dispatch::Sequential => vllm(Role::Regular, Connector::None).await,
+            _ => sglang(Role::Regular).await,
+        };
+        for (path, body) in [("/v1/messages", &messages), ("/v1/responses", &input)] {
+            for body in [body.clone(), streamed(body.clone())] {
+                let ask = |url: &str| {
+                    let request = pair.smg.client.post(format!("{url}{path}")).header("x-request-id", "same");
+                    request.json(&body).send()
+                };
+                let (served, alone) = (ask(&pair.smg.url).await.unwrap(), ask(&single.url()).await.unwrap());
+                assert_eq!((served.status(), alone.status()), (StatusCode::OK, StatusCode::OK), "{path}");
+                let (served, alone) = (served.text().await.unwrap(), alone.text().await.unwrap());
+                assert!(alone.len() > 100, "{alone}");
+                assert_eq!(served, alone, "{dispatch:?} {path}");
+            }
+        }
+        pair.smg.until_idle().await;
+    }
 }

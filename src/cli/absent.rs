@@ -268,7 +268,6 @@ const GROUPS: &[Group] = &[
             many(&["ca-cert-paths"]),
         ],
     },
-    Group { feature: "tracing", flags: &[switch(&["enable-trace"]), one(&["otlp-traces-endpoint"])] },
     Group {
         feature: "authentication",
         flags: &[

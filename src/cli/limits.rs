@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use clap::Args;
 
+use super::trace::TraceArgs;
 use super::values;
 
 /// Headers that carry a client's request id, most telling first.
@@ -50,6 +51,9 @@ pub struct EdgeArgs {
     /// Headers to look for a client's routing key in, first valid value wins [default: x-smg-routing-key]
     #[arg(long, num_args = 0.., value_name = "HEADER", value_parser = values::header_name)]
     pub routing_key_headers: Vec<String>,
+    /// Traces.
+    #[command(flatten)]
+    pub trace: TraceArgs,
 }
 
 impl EdgeArgs {

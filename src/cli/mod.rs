@@ -24,6 +24,7 @@ mod process;
 mod resilience;
 #[cfg(test)]
 mod tests;
+mod trace;
 mod tuning;
 mod values;
 mod worker;

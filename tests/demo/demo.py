@@ -214,14 +214,14 @@ def exercise(port):
         raise DemoFailed("the streamed text differs from the plain one")
 
 
-def start_engines(processes, binary, engine, connector, roles):
+def start_engines(processes, binary, engine, connector, roles, model=MODEL):
     """Starts one engine for each role and returns `(role, url, bootstrap port)` of each."""
     engines = []
     for number, role in enumerate(roles):
         port, bootstrap, side_channel = free_ports(3)
-        name = f"{engine}-{role}-{number}"
+        name = f"{engine}-{connector}-{role}-{number}"
         command = [binary, "--engine", engine, "--role", role, "--connector", connector, "--port", str(port)]
-        command += ["--bootstrap-port", str(bootstrap), "--side-channel-port", str(side_channel), "--model", MODEL]
+        command += ["--bootstrap-port", str(bootstrap), "--side-channel-port", str(side_channel), "--model", model]
         process, log = processes.start(name, command)
         engines.append((role, name, process, log, bootstrap))
     lines = [(role, processes.wait_for_line(name, process, log, "ready "), bootstrap)

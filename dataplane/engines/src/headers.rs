@@ -20,8 +20,8 @@ const FORWARDED: [&str; 8] = [
 ];
 
 /// Response headers that are not relayed: those of one connection (RFC 9110 section 7.6.1), the length, which the server states
-/// from the body it sends, and the code that only this gateway may set.
-const NOT_RELAYED: [&str; 12] = [
+/// from the body it sends, and what only this gateway may say.
+const NOT_RELAYED: [&str; 13] = [
     "connection",
     "content-length",
     "keep-alive",
@@ -33,6 +33,7 @@ const NOT_RELAYED: [&str; 12] = [
     "trailers",
     "transfer-encoding",
     "upgrade",
+    "x-smg-decision",
     "x-smg-error-code",
 ];
 

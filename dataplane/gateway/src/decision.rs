@@ -7,9 +7,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use serde::Serialize;
+use prometheus::Histogram;
+use serde::{Serialize, Serializer};
 use smg_fleet::policy::PolicyName;
 use smg_telemetry::Metrics;
+
+use crate::trace::{LegSpans, RequestTrace};
 
 /// Most records kept.
 pub const MAX_DECISIONS: usize = 4096;
@@ -17,6 +20,34 @@ pub const MAX_DECISIONS: usize = 4096;
 const MAX_EXCLUSIONS: usize = 32;
 /// Most decisions of policies noted per attempt.
 const MAX_PICKS: usize = 8;
+
+/// A time since a request arrived, in microseconds; shown in milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Millis(u64);
+
+impl Millis {
+    /// Seconds from `earlier` to this.
+    fn seconds_since(self, earlier: Self) -> f64 {
+        self.0.saturating_sub(earlier.0) as f64 / 1e6
+    }
+
+    /// Nanoseconds.
+    pub fn nanos(self) -> u64 {
+        self.0.saturating_mul(1000)
+    }
+}
+
+impl Serialize for Millis {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_f64(self.0 as f64 / 1000.0)
+    }
+}
+
+impl std::fmt::Display for Millis {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{:03}", self.0 / 1000, self.0 % 1000)
+    }
+}
 
 /// A worker that was passed over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -72,21 +103,32 @@ pub struct Attempt {
     pub picks: Vec<Picked>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub excluded: Vec<Exclusion>,
-    pub selected_ms: u64,
+    /// When its workers began to be chosen, after the pause before a retry.
+    pub began_ms: Millis,
+    pub selected_ms: Millis,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefill_sent_ms: Option<u64>,
+    pub prefill_sent_ms: Option<Millis>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefill_head_ms: Option<u64>,
+    pub prefill_head_ms: Option<Millis>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefill_done_ms: Option<u64>,
+    pub prefill_done_ms: Option<Millis>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub decode_sent_ms: Option<u64>,
+    pub decode_sent_ms: Option<Millis>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub decode_head_ms: Option<u64>,
+    pub decode_head_ms: Option<Millis>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub first_output_ms: Option<u64>,
+    pub first_output_ms: Option<Millis>,
+    /// When it failed before its response head.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failed_ms: Option<Millis>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// The prefill's body is drained in the background and may end after the request.
+    #[serde(skip)]
+    pub prefill_drains: bool,
+    /// Spans of the legs, if the request is traced.
+    #[serde(skip)]
+    pub spans: Option<LegSpans>,
 }
 
 impl Attempt {
@@ -107,6 +149,9 @@ impl Attempt {
 #[allow(missing_docs)]
 pub struct Record {
     pub request_id: String,
+    /// The trace it belongs to, if it is traced.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace_id: Option<String>,
     pub arrived_at_unix_ms: u64,
     pub endpoint: &'static str,
     pub model: String,
@@ -124,7 +169,10 @@ pub struct Record {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outcome: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub finished_ms: Option<u64>,
+    pub finished_ms: Option<Millis>,
+    /// When the workers of the next attempt began to be chosen.
+    #[serde(skip)]
+    pub selecting_since: Millis,
 }
 
 /// A record that is being written.
@@ -132,12 +180,53 @@ pub struct Record {
 pub struct Decision {
     record: Arc<Mutex<Record>>,
     arrived: std::time::Instant,
+    trace: Option<Arc<RequestTrace>>,
+    stages: Arc<Stages>,
+}
+
+/// Histograms of the phases, by name.
+#[derive(Debug)]
+struct Stages {
+    route: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    first_byte: Histogram,
+    relay: Histogram,
+}
+
+impl Stages {
+    fn new(metrics: &Metrics) -> Self {
+        let stage = |name| metrics.router_stage_duration.with_label_values(&["http", name]);
+        Self {
+            route: stage("route"),
+            prefill: stage("prefill"),
+            decode: stage("decode"),
+            first_byte: stage("first_byte"),
+            relay: stage("relay"),
+        }
+    }
+
+    fn observe(&self, record: &Record) {
+        let Some(attempt) = record.attempts.last() else { return };
+        let phases = [
+            (&self.route, Some(attempt.began_ms), Some(attempt.selected_ms)),
+            (&self.prefill, attempt.prefill_sent_ms, attempt.prefill_done_ms),
+            (&self.decode, attempt.decode_sent_ms, attempt.decode_head_ms),
+            (&self.first_byte, attempt.decode_sent_ms, attempt.first_output_ms),
+            (&self.relay, attempt.first_output_ms, record.finished_ms),
+        ];
+        for (histogram, start, end) in phases {
+            if let (Some(start), Some(end)) = (start, end) {
+                histogram.observe(end.seconds_since(start));
+            }
+        }
+    }
 }
 
 impl Decision {
-    /// Milliseconds since the request arrived.
-    pub fn elapsed_ms(&self) -> u64 {
-        u64::try_from(self.arrived.elapsed().as_millis()).unwrap_or(u64::MAX)
+    /// Time since the request arrived.
+    pub fn elapsed(&self) -> Millis {
+        Millis(u64::try_from(self.arrived.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
     /// When the request arrived.
@@ -151,19 +240,54 @@ impl Decision {
     }
 
     /// Changes attempt number `attempt`, given the time since arrival.
-    pub fn attempt(&self, attempt: usize, change: impl FnOnce(&mut Attempt, u64)) {
-        let now = self.elapsed_ms();
+    pub fn attempt(&self, attempt: usize, change: impl FnOnce(&mut Attempt, Millis)) {
+        let now = self.elapsed();
         if let Some(attempt) = self.record.lock().attempts.get_mut(attempt) {
             change(attempt, now);
         }
     }
 
+    /// The workers of an attempt begin to be chosen.
+    pub fn begin_selection(&self) {
+        let now = self.elapsed();
+        self.record.lock().selecting_since = now;
+    }
+
+    /// Reads the record.
+    pub fn read<T>(&self, read: impl FnOnce(&Record) -> T) -> T {
+        read(&self.record.lock())
+    }
+
+    /// The request has ended: its phases are measured and, if it is traced, recorded as spans.
+    pub fn record_phases(&self) {
+        let record = self.record.lock();
+        self.stages.observe(&record);
+        if let Some(trace) = &self.trace {
+            trace.record_phases(&record, self.arrived);
+        }
+    }
+
+    /// The prefill of an attempt has been drained: records its span, if the request is traced.
+    pub fn record_drained_prefill(&self, attempt: usize) {
+        if let Some(trace) = &self.trace
+            && let Some(attempt) = self.record.lock().attempts.get(attempt)
+        {
+            trace.record_prefill(attempt, self.arrived);
+        }
+    }
+
+    /// Spans for the legs of an attempt, if the request is traced.
+    pub fn leg_spans(&self) -> Option<LegSpans> {
+        self.trace.as_ref().map(|trace| trace.leg_spans())
+    }
+
     /// Adds an attempt and returns its number.
     pub fn begin_attempt(&self, mut attempt: Attempt) -> usize {
-        attempt.selected_ms = self.elapsed_ms();
+        attempt.selected_ms = self.elapsed();
         attempt.excluded.truncate(MAX_EXCLUSIONS);
         attempt.picks.truncate(MAX_PICKS);
         let mut record = self.record.lock();
+        attempt.began_ms = record.selecting_since;
         record.attempts.push(attempt);
         record.attempts.len() - 1
     }
@@ -174,16 +298,19 @@ impl Decision {
 pub struct Decisions {
     ring: Mutex<VecDeque<Arc<Mutex<Record>>>>,
     metrics: Arc<Metrics>,
+    stages: Arc<Stages>,
 }
 
 impl Decisions {
     /// An empty ring.
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        Self { ring: Mutex::new(VecDeque::with_capacity(MAX_DECISIONS)), metrics }
+        let stages = Arc::new(Stages::new(&metrics));
+        Self { ring: Mutex::new(VecDeque::with_capacity(MAX_DECISIONS)), metrics, stages }
     }
 
     /// Opens the record of a request.
-    pub fn open(&self, record: Record, arrived: std::time::Instant) -> Decision {
+    pub fn open(&self, mut record: Record, arrived: std::time::Instant, trace: Option<Arc<RequestTrace>>) -> Decision {
+        record.trace_id = trace.as_ref().map(|trace| trace.trace_id());
         let record = Arc::new(Mutex::new(record));
         let mut ring = self.ring.lock();
         if ring.len() >= MAX_DECISIONS {
@@ -191,7 +318,7 @@ impl Decisions {
             self.metrics.decisions_dropped.inc();
         }
         ring.push_back(Arc::clone(&record));
-        Decision { record, arrived }
+        Decision { record, arrived, trace, stages: Arc::clone(&self.stages) }
     }
 
     /// The newest records, at most `limit`, those of `request_id` only if one is given. Newest first.

@@ -21,6 +21,7 @@ pub mod relay;
 pub mod resilience;
 pub mod select;
 pub mod sync;
+pub mod trace;
 
 use std::sync::Arc;
 
@@ -78,5 +79,8 @@ impl Gateway {
         self.core.background.close();
         let _ = tokio::time::timeout(limit, self.core.background.wait()).await;
         self.core.closing.cancel();
+        if let Some(tracer) = &self.core.options.tracer {
+            tracer.flush(limit).await;
+        }
     }
 }

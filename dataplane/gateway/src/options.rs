@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use smg_telemetry::trace::Tracer;
+
 /// Settings of a gateway process.
 #[derive(Debug, Clone)]
 pub struct GatewayOptions {
@@ -28,6 +30,8 @@ pub struct GatewayOptions {
     pub routing_key_headers: Vec<String>,
     /// How long writes wait for the control plane.
     pub control_plane_timeout: Duration,
+    /// Where traces go; none = requests are not traced.
+    pub tracer: Option<Tracer>,
 }
 
 impl Default for GatewayOptions {
@@ -45,6 +49,7 @@ impl Default for GatewayOptions {
             request_id_headers: headers.map(str::to_owned).to_vec(),
             routing_key_headers: vec!["x-smg-routing-key".to_owned()],
             control_plane_timeout: Duration::from_secs(2),
+            tracer: None,
         }
     }
 }

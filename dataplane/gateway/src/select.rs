@@ -60,6 +60,16 @@ pub enum Selection {
     },
 }
 
+impl Selection {
+    /// Prefill and decode; twice the same when there is only one worker.
+    pub fn ids(&self) -> [WorkerId; 2] {
+        match self {
+            Self::Regular(worker) => [worker.worker().id(); 2],
+            Self::Pair { prefill, decode } => [prefill.worker().id(), decode.worker().id()],
+        }
+    }
+}
+
 /// What earlier attempts of the same request tried.
 #[derive(Debug, Default)]
 pub struct Tried {
@@ -78,6 +88,22 @@ impl Tried {
     /// No further attempt may use this pair: it would fail in the same way.
     pub fn rule_out(&mut self, prefill: WorkerId, decode: WorkerId) {
         self.ruled_out.push((prefill, decode));
+    }
+
+    /// The workers that were passed over for `selection` because they failed an earlier attempt.
+    pub fn passed_over(&self, pool: &ModelPool, selection: &Selection) -> Vec<Exclusion> {
+        if self.failed.is_empty() {
+            return Vec::new();
+        }
+        let chosen = selection.ids();
+        let prefills = pool.prefills.iter().map(|entry| &entry.worker);
+        let workers = prefills.chain(&pool.decodes).chain(&pool.regulars);
+        let failed = workers.filter(|worker| self.failed.contains(&worker.id()) && !chosen.contains(&worker.id()));
+        let exclusion = |worker: &Arc<RoutedWorker>| Exclusion {
+            worker: worker.url.as_str().to_owned(),
+            reason: "failed an earlier attempt of this request",
+        };
+        failed.map(exclusion).collect()
     }
 
     fn is_empty(&self) -> bool {

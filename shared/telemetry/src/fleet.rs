@@ -16,6 +16,7 @@ type Pool = (&'static str, &'static str, String);
 pub struct FleetGauges {
     pools: BTreeMap<Pool, i64>,
     health: BTreeMap<String, i64>,
+    http2: BTreeMap<String, i64>,
 }
 
 impl FleetGauges {
@@ -27,6 +28,8 @@ impl FleetGauges {
             let pool = (worker.spec.worker_type.as_str(), worker.wire().as_str(), worker.model_id().to_owned());
             *next.pools.entry(pool).or_default() += 1;
             next.health.insert(worker.spec.url.clone(), i64::from(worker.health == Health::Ready));
+            let http2 = worker.facts.as_ref().is_some_and(|facts| facts.http2);
+            next.http2.insert(worker.spec.url.clone(), i64::from(http2));
             undeclared += i64::from(runs_undeclared_passthrough(worker));
         }
         metrics.pd_undeclared_connectors.set(undeclared);
@@ -39,6 +42,10 @@ impl FleetGauges {
         }
         for worker in self.health.keys().filter(|worker| !next.health.contains_key(*worker)) {
             let _ = metrics.worker_health.remove_label_values(&[worker]);
+            let _ = metrics.worker_http2.remove_label_values(&[worker]);
+        }
+        for (worker, http2) in &next.http2 {
+            metrics.worker_http2.with_label_values(&[worker]).set(*http2);
         }
         for (worker, healthy) in &next.health {
             // Only what changed: in a process with both planes the gateway lays its own verdict over it.

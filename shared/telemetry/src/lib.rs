@@ -1,4 +1,4 @@
-//! What a process tells about itself: metrics and logs.
+//! What a process tells about itself: metrics, logs and traces.
 //!
 //! Every metric is declared once, in [`metrics`], with its help text and labels; nothing else registers one. Log targets are those of the
 //! documented system, whatever our crates are called: [`SMG`] for the life of the process, [`ROUTERS`] for routing decisions.
@@ -6,6 +6,7 @@
 pub mod fleet;
 pub mod logs;
 pub mod metrics;
+pub mod trace;
 
 pub use metrics::Metrics;
 

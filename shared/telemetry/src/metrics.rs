@@ -76,6 +76,7 @@ metrics! {
     router_requests: IntCounterVec("smg_router_requests_total", "Requests routed to workers.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "streaming"]);
     router_request_duration: HistogramVec("smg_router_request_duration_seconds", "Time from routing to the end of the response body.", ["router_type", "backend_type", "connection_mode", "model", "endpoint"], buckets = durations);
     router_request_errors: IntCounterVec("smg_router_request_errors_total", "Routed requests that ended in an error.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "error_type"]);
+    router_stage_duration: HistogramVec("smg_router_stage_duration_seconds", "Time that the phases of a request's last attempt took: route, prefill, decode (until its response head), first_byte (decode until the first output), relay.", ["router_type", "stage"], buckets = durations);
     router_upstream_responses: IntCounterVec("smg_router_upstream_responses_total", "Response heads received from workers.", ["router_type", "status_code", "error_code"]);
     router_upstream_send_retries: IntCounterVec("smg_router_upstream_send_retries_total", "Legs sent again at once because a pooled connection had been closed before anything was answered.", ["router_type"]);
     pd_ttft: HistogramVec("smg_pd_ttft_seconds", "Prefill dispatch to the first decode output.", ["backend_type", "model", "runtime"], buckets = durations);
@@ -93,6 +94,7 @@ metrics! {
     worker_pool_size: IntGaugeVec("smg_worker_pool_size", "Registered workers.", ["worker_type", "connection_mode", "model"]);
     worker_requests_active: IntGaugeVec("smg_worker_requests_active", "In-flight requests of this gateway per worker.", ["worker"]);
     worker_health: IntGaugeVec("smg_worker_health", "1 = healthy, 0 = not.", ["worker"]);
+    worker_http2: IntGaugeVec("smg_worker_http2", "1 = the engine speaks HTTP/2 without TLS, 0 = not.", ["worker"]);
     worker_requests: IntCounterVec("smg_worker_requests_total", "Requests sent to a worker.", ["worker", "model"]);
     worker_health_checks: IntCounterVec("smg_worker_health_checks_total", "Active probes.", ["worker_type", "result"]);
     worker_selection: IntCounterVec("smg_worker_selection_total", "Picks per leg.", ["worker_type", "connection_mode", "model", "policy"]);
@@ -120,6 +122,8 @@ metrics! {
     cache_tree_tenants: IntGaugeVec("smg_cache_tree_tenants", "Workers that a cache_aware policy remembers prompts of, per leg.", ["model", "tree"]);
     policy_memory_bytes: IntGaugeVec("smg_policy_memory_bytes", "What the policy of a leg remembers, bookkeeping included.", ["model", "leg", "policy"]);
     decisions_dropped: IntCounter("smg_decisions_dropped_total", "Decision records that left the ring.");
+    trace_spans_exported: IntCounter("smg_trace_spans_exported_total", "Spans that the collector took.");
+    trace_spans_dropped: IntCounterVec("smg_trace_spans_dropped_total", "Spans that were not sent: queue_full, export_failed, or rejected by the collector.", ["reason"]);
     config_revision: IntGauge("smg_config_revision", "Revision of the snapshot this gateway routes with.");
     config_stale_seconds: IntGauge("smg_config_stale_seconds", "Seconds since the control plane was last heard.");
     config_updates: IntCounterVec("smg_config_updates_total", "Snapshots and deltas received.", ["kind", "result"]);
@@ -128,6 +132,9 @@ metrics! {
     registration_jobs: IntCounterVec("smg_registration_jobs_total", "Finished registration jobs.", ["job_type", "result"]);
     registration_jobs_active: IntGauge("smg_registration_jobs_active", "Registration jobs running.");
     health_panic: IntCounter("smg_health_panic_total", "Ejections withheld because most of the fleet failed its probes at once.");
+    tokio_workers: IntGauge("smg_tokio_workers", "Threads of the runtime.");
+    tokio_alive_tasks: IntGauge("smg_tokio_alive_tasks", "Tasks of the runtime that have not ended.");
+    tokio_global_queue_depth: IntGauge("smg_tokio_global_queue_depth", "Tasks that wait in the runtime's global queue.");
     store_commits: IntCounter("smg_store_commits_total", "Durable commits of the store.");
 }
 

@@ -23,6 +23,10 @@ pub(crate) enum Api {
     Completions,
     /// `/generate`, SGLang's own
     Generate,
+    /// `/v1/messages`, Anthropic's
+    Messages,
+    /// `/v1/responses`
+    Responses,
 }
 
 impl Api {
@@ -31,6 +35,8 @@ impl Api {
             "/v1/chat/completions" => Some(Api::Chat),
             "/v1/completions" => Some(Api::Completions),
             "/generate" => Some(Api::Generate),
+            "/v1/messages" => Some(Api::Messages),
+            "/v1/responses" => Some(Api::Responses),
             _ => None,
         }
     }
@@ -40,6 +46,8 @@ impl Api {
             Api::Chat => "chatcmpl-",
             Api::Completions => "cmpl-",
             Api::Generate => "",
+            Api::Messages => "msg_",
+            Api::Responses => "resp_",
         }
     }
 }
@@ -100,6 +108,19 @@ impl Job {
                 let length = object.count("max_tokens")?;
                 (prompts, batch, object.count("n")?, length, logprobs)
             }
+            Api::Messages => {
+                let messages = object.get("messages").ok_or_else(|| missing("messages"))?;
+                let length = object.count("max_tokens")?.ok_or_else(|| missing("max_tokens"))?;
+                (vec![text::chat(messages)?], false, None, Some(length), false)
+            }
+            Api::Responses => {
+                let input = object.get("input").ok_or_else(|| missing("input"))?;
+                let prompts = match text::chat(input) {
+                    Ok(prompt) => vec![prompt],
+                    Err(_) => text::prompts("input", input)?.0.into_iter().take(1).collect(),
+                };
+                (prompts, false, None, object.count("max_output_tokens")?, false)
+            }
             Api::Generate => {
                 let (name, prompt) = ["text", "input_ids"]
                     .into_iter()
@@ -111,7 +132,7 @@ impl Job {
                 (prompts, batch, sampling.count("n")?, length, logprobs)
             }
         };
-        let n = match n {
+        let n = match n.filter(|_| !matches!(api, Api::Messages | Api::Responses)) {
             Some(0) => return Err("n must be at least 1, got 0.".to_owned()),
             Some(n) if n > 1024 => return Err(format!("n must be at most 1024, got {n}.")),
             n => n.unwrap_or(1) as usize,

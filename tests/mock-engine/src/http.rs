@@ -40,7 +40,7 @@ pub(crate) struct Request {
 
 /// Whether `path` is one that generates text.
 pub(crate) fn is_generation(path: &str) -> bool {
-    matches!(path, "/v1/chat/completions" | "/v1/completions" | "/generate")
+    matches!(path, "/v1/chat/completions" | "/v1/completions" | "/generate" | "/v1/messages" | "/v1/responses")
 }
 
 impl Request {

@@ -20,6 +20,7 @@ use crate::generate::{Api, Job};
 use crate::http::{Reply, Request};
 use crate::json::{Object, quoted};
 use crate::ledger::{Key, Kv};
+use crate::messages;
 
 const FORMAT: Format = Format {
     step: write::write_step,
@@ -33,6 +34,10 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
     match (request.path.as_str(), Api::of(&request.path)) {
         (_, Some(api)) if request.method == "POST" => generate(core, api, request).await,
         (_, Some(_)) => Reply::wrong_method("POST"),
+        ("/v1/messages/count_tokens", _) if request.method == "POST" => match messages::prompt_tokens(&request.body) {
+            Ok(tokens) => Reply::json(200, messages::count(tokens)),
+            Err(message) => Reply::json(400, messages::error(400, &message)),
+        },
         ("/health" | "/health_generate", _) if get => Reply::empty(),
         ("/v1/models", _) if get => Reply::json(200, probes::models(core)),
         ("/server_info" | "/get_server_info", _) if get => Reply::json(200, probes::server_info(core)),
@@ -46,6 +51,9 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
 
 /// An error as SGLang writes it: bare on OpenAI routes, wrapped on its own.
 fn error(api: Api, status: u16, message: &str) -> String {
+    if api == Api::Messages {
+        return messages::error(status, message);
+    }
     let message = quoted(message);
     if api == Api::Generate {
         return format!(r#"{{"error":{{"message":{message}}}}}"#);

@@ -24,6 +24,7 @@ use crate::generate::{Api, Job};
 use crate::http::{Reply, Request};
 use crate::json::{Object, quoted};
 use crate::ledger::{Key, Kv};
+use crate::messages;
 
 /// Tokens in a block of KV.
 const BLOCK: usize = 128;
@@ -31,7 +32,7 @@ const BLOCK: usize = 128;
 const FORMAT: Format = Format {
     step: write::write_step,
     whole: write::write_whole,
-    error: |_, failure| error(failure.status, &failure.message, None),
+    error: |job, failure| error_of(job.api, failure.status, &failure.message, None),
 };
 
 /// Answers a request as the engine does.
@@ -43,16 +44,29 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
         "/v1/models" if get => Reply::json(200, probes::models(core)),
         "/load" if get => Reply::json(200, format!(r#"{{"server_load":{}}}"#, core.load.active())),
         "/metrics" if get => Reply::text(probes::metrics(core)),
-        "/v1/chat/completions" | "/v1/completions" if request.method == "POST" => match Api::of(&request.path) {
+        path if served(path).is_some() && request.method == "POST" => match served(path) {
             Some(api) => generate(core, api, request).await,
             None => Reply::not_found(),
         },
+        "/v1/messages/count_tokens" if request.method == "POST" => count_tokens(request),
         "/health" | "/ping" | "/version" | "/v1/models" | "/load" | "/metrics" => Reply::wrong_method("GET"),
-        "/v1/chat/completions" | "/v1/completions" => Reply::wrong_method("POST"),
+        path if served(path).is_some() => Reply::wrong_method("POST"),
         _ => Reply::not_found(),
     };
     reply.headers.push(("vary".into(), "Origin".into()));
     reply
+}
+
+/// What a path generates; `/generate` is SGLang's own.
+fn served(path: &str) -> Option<Api> {
+    Api::of(path).filter(|api| *api != Api::Generate)
+}
+
+fn count_tokens(request: &Request) -> Reply {
+    match messages::prompt_tokens(&request.body) {
+        Ok(tokens) => Reply::json(200, messages::count(tokens)),
+        Err(message) => Reply::json(400, messages::error(400, &message)),
+    }
 }
 
 /// An error as vLLM writes it.
@@ -66,6 +80,11 @@ fn error(status: u16, message: &str, param: Option<&str>) -> String {
     format!(r#"{{"error":{{"message":{},"type":"{kind}","param":{param},"code":{status}}}}}"#, quoted(message))
 }
 
+/// An error in the shape of the API it is of.
+fn error_of(api: Api, status: u16, message: &str, param: Option<&str>) -> String {
+    if api == Api::Messages { messages::error(status, message) } else { error(status, message, param) }
+}
+
 fn bad_request(message: &str) -> Reply {
     Reply::json(400, error(400, message, None))
 }
@@ -73,17 +92,17 @@ fn bad_request(message: &str) -> Reply {
 async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
     let object = match Object::parse(&request.body) {
         Ok(object) => object,
-        Err(message) => return bad_request(&message),
+        Err(message) => return Reply::json(400, error_of(api, 400, &message, None)),
     };
     let settings = &core.settings;
     let read = Job::read(api, request, &object, &settings.model, settings.max_model_len);
     let job = match read.and_then(|job| check(&object, &job).map(|()| job)) {
         Ok(job) => job,
-        Err(message) => return bad_request(&message),
+        Err(message) => return Reply::json(400, error_of(api, 400, &message, None)),
     };
     if job.model != quoted(&settings.model) {
         let message = format!("The model `{}` does not exist.", job.model.trim_matches('"'));
-        return Reply::json(404, error(404, &message, Some("model")));
+        return Reply::json(404, error_of(api, 404, &message, Some("model")));
     }
     if let Connector::MoriioRead | Connector::MoriioWrite = settings.connector {
         return moriio::generate(core, &object, job).await;

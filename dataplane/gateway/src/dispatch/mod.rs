@@ -12,6 +12,7 @@
 //! * an attempt that failed before its response head may be followed by another on workers not tried yet; after that nothing is retried;
 //! * dropping the future (the client left) closes both legs.
 
+pub mod explain;
 pub mod leg;
 mod logprobs;
 mod moriio;
@@ -31,13 +32,14 @@ use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_
 use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Legs, Route};
 use smg_fleet::policy::ClientHandoffFields;
-use smg_fleet::{Runtime, WorkerId};
+use smg_fleet::{Runtime, WorkerId, WorkerType};
 use smg_policies::Leg;
 use smg_telemetry::ROUTERS;
+use smg_telemetry::trace::TRACEPARENT;
 use tokio::time::Instant;
 
 use crate::core::Core;
-use crate::decision::{Attempt, Decision, Record};
+use crate::decision::{Attempt, Decision, Millis, Record};
 use crate::fleet::policies;
 use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
 use crate::fleet::worker::{InFlight, RoutedWorker};
@@ -45,6 +47,7 @@ use crate::front::error::GatewayError;
 use crate::hints::Hints;
 use crate::resilience::retry;
 use crate::select::{self, Choice, SelectError, Selection, Tried};
+use crate::trace::{self, LegSpans, RequestTrace};
 use leg::LegBody;
 use scope::{Backend, Scope};
 
@@ -60,6 +63,10 @@ pub struct Inbound {
     pub request_id: String,
     /// When it arrived.
     pub arrived: std::time::Instant,
+    /// Its trace, if it has one.
+    pub trace: Option<Arc<RequestTrace>>,
+    /// Whether the client asks for the decision on it, and may have it.
+    pub explain: bool,
 }
 
 /// What an attempt needs besides its workers.
@@ -71,18 +78,27 @@ struct Job<'a> {
     decision: Decision,
     attempt: usize,
     model: Arc<str>,
+    spans: Option<LegSpans>,
 }
 
 impl Job<'_> {
     fn headers(&self, worker: &RoutedWorker) -> HeaderMap {
-        smg_engines::headers::leg_headers(
+        let mut headers = smg_engines::headers::leg_headers(
             &self.request.headers,
             &self.request.request_id,
             worker.record.spec.api_key.as_deref(),
-        )
+        );
+        if let Some(spans) = self.spans {
+            let lone = self.request.route.legs() != Legs::Pair;
+            let span = if worker.role() == WorkerType::Prefill && !lone { spans.prefill } else { spans.output };
+            if let Some(value) = trace::header(span) {
+                headers.insert(TRACEPARENT, value);
+            }
+        }
+        headers
     }
 
-    fn note(&self, change: impl FnOnce(&mut Attempt, u64)) {
+    fn note(&self, change: impl FnOnce(&mut Attempt, Millis)) {
         self.decision.attempt(self.attempt, change);
     }
 
@@ -185,23 +201,34 @@ impl Failed {
 
 /// Serves one request.
 pub async fn serve(core: &Arc<Core>, request: Inbound) -> Response<Body> {
+    let (decision, mut response) = route(core, &request).await;
+    if request.explain
+        && let Some(value) = decision.read(explain::header)
+    {
+        response.headers_mut().insert(explain::DECISION, value);
+    }
+    response
+}
+
+async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>) {
     let found = core.table.load().lookup(request.body.model());
     let pool = match found {
         Lookup::Pool(pool) if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() => {
-            return refuse(core, &request, GatewayError::NotForPairs(request.route.path()));
+            return refuse(core, request, GatewayError::NotForPairs(request.route.path()));
         }
         Lookup::Pool(pool) => pool,
         Lookup::UnknownModel => {
             let model = request.body.model().unwrap_or_default().to_owned();
-            return refuse(core, &request, GatewayError::ModelNotFound(model));
+            return refuse(core, request, GatewayError::ModelNotFound(model));
         }
-        Lookup::ModelRequired => return refuse(core, &request, GatewayError::ModelRequired),
-        Lookup::NoWorkers => return refuse(core, &request, GatewayError::Select(SelectError::Empty("prefill"))),
+        Lookup::ModelRequired => return refuse(core, request, GatewayError::ModelRequired),
+        Lookup::NoWorkers => return refuse(core, request, GatewayError::Select(SelectError::Empty("prefill"))),
     };
-    let mut record = open_record(core, &request, &pool.model);
+    let mut record = open_record(core, request, &pool.model);
     record.candidates = [pool.regulars.len(), pool.prefills.len(), pool.decodes.len()];
-    let decision = core.decisions.open(record, request.arrived);
-    run_attempts(core, &request, pool, decision).await
+    let decision = core.decisions.open(record, request.arrived, request.trace.clone());
+    let response = run_attempts(core, request, pool, decision.clone()).await;
+    (decision, response)
 }
 
 fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
@@ -217,15 +244,17 @@ fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
 }
 
 /// Answers a request that no pool can serve. Its model is the client's invention: series and record do not repeat it.
-fn refuse(core: &Core, request: &Inbound, error: GatewayError) -> Response<Body> {
-    let decision = core.decisions.open(open_record(core, request, UNKNOWN_MODEL), request.arrived);
+fn refuse(core: &Core, request: &Inbound, error: GatewayError) -> (Decision, Response<Body>) {
+    let record = open_record(core, request, UNKNOWN_MODEL);
+    let decision = core.decisions.open(record, request.arrived, request.trace.clone());
     decision.begin_attempt(Attempt { dispatch: "none", error: Some(error.to_string()), ..Attempt::default() });
     let backend = if request.route.legs() == Legs::RegularOnly { Backend::Regular } else { Backend::PrefillDecode };
     let metrics = Arc::clone(&core.metrics);
     let stream = request.body.stream();
-    let mut scope = Scope::open(metrics, decision, Arc::from(UNKNOWN_MODEL), request.route, backend, stream);
+    let model = Arc::from(UNKNOWN_MODEL);
+    let mut scope = Scope::open(metrics, decision.clone(), model, request.route, backend, stream);
     scope.fail(error.status(), error.code());
-    error.into_response()
+    (decision, error.into_response())
 }
 
 async fn run_attempts(
@@ -258,6 +287,7 @@ async fn run_attempts(
                 pool = newer;
             }
         }
+        decision.begin_selection();
         let (selection, trace) = choose(core, request, &pool, &tried);
         let selection = match selection {
             Ok(selection) => selection,
@@ -269,19 +299,16 @@ async fn run_attempts(
             }
         };
         let job = begin(core, request, &pool, &decision, &selection, trace, deadline);
-        let ids = match &selection {
-            Selection::Regular(worker) => (worker.worker().id(), worker.worker().id()),
-            Selection::Pair { prefill, decode } => (prefill.worker().id(), decode.worker().id()),
-        };
+        let [prefill, decode] = selection.ids();
         match run(&job, selection, &mut scope).await {
             Ok(response) => return response,
             Err(failed) => {
                 let (status, message) = (failed.status(), failed.describe());
                 tracing::debug!(target: ROUTERS, request_id = %request.request_id, %status, message, "attempt failed");
-                job.note(|attempt, _| attempt.error = Some(message));
-                tried.note(ids.0, ids.1, failed.blamed);
+                job.note(|attempt, now| (attempt.error, attempt.failed_ms) = (Some(message), Some(now)));
+                tried.note(prefill, decode, failed.blamed);
                 if failed.rules_out_the_pair() {
-                    tried.rule_out(ids.0, ids.1);
+                    tried.rule_out(prefill, decode);
                 }
                 let again = failed.is_retryable();
                 last = Some(failed);
@@ -318,6 +345,9 @@ fn choose(
         Legs::Pair => select::select(&choice, rand::random, &mut trace),
         legs => select::select_one(&choice, legs, rand::random, &mut trace),
     };
+    if let Ok(selection) = &selection {
+        trace.exclusions.extend(tried.passed_over(pool, selection));
+    }
     policies::count(&core.metrics, &hints, &trace.picks);
     (selection, trace)
 }
@@ -378,7 +408,8 @@ fn begin<'a>(
         let labels = [worker.role().as_str(), worker.record.wire().as_str(), &*pool.model, policy];
         core.metrics.worker_selection.with_label_values(&labels).inc();
     };
-    let mut attempt = Attempt { picks: trace.picks, excluded: trace.exclusions, ..Attempt::default() };
+    let spans = decision.leg_spans();
+    let mut attempt = Attempt { picks: trace.picks, excluded: trace.exclusions, spans, ..Attempt::default() };
     match selection {
         Selection::Regular(worker) => {
             let policy = pool.policies.of(Leg::Regular).name().as_str();
@@ -424,6 +455,7 @@ fn begin<'a>(
         attempt: decision.begin_attempt(attempt),
         decision: decision.clone(),
         model: Arc::clone(&pool.model),
+        spans,
     }
 }
 

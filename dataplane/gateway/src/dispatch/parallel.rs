@@ -85,6 +85,7 @@ pub(super) async fn run(
         let answer = logprobs::of_prefill(job, prefill, prefill_head.into_body(), (duration, started)).await;
         return logprobs::respond(job, answer, (decode_head, decode), scope, first_output).await;
     }
+    job.note(|attempt, _| attempt.prefill_drains = true);
     let drain = drain_prefill(
         Arc::clone(job.core),
         prefill,
@@ -127,4 +128,5 @@ async fn drain_prefill(
         leg::note_error(&core, claim.worker(), "backend_error");
         decision.attempt(attempt, |attempt, _| attempt.note_error(&format!("prefill: {message}")));
     }
+    decision.record_drained_prefill(attempt);
 }

@@ -97,7 +97,7 @@ impl Scope {
             .router_request_duration
             .with_label_values(&["http", self.backend.as_str(), "http", &self.model, self.route.endpoint_label()])
             .observe(self.started.elapsed().as_secs_f64());
-        let finished = self.decision.elapsed_ms();
+        let finished = self.decision.elapsed();
         self.decision.update(|record| {
             record.outcome = Some(outcome);
             record.finished_ms = Some(finished);
@@ -106,6 +106,7 @@ impl Scope {
             }
             record.error_code = code.or(record.error_code);
         });
+        self.decision.record_phases();
     }
 }
 

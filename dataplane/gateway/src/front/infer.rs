@@ -5,13 +5,15 @@ use std::time::Instant;
 
 use axum::body::Body;
 use axum::extract::Request;
-use http::Response;
+use http::{HeaderMap, Response};
 use smg_engines::{ClientBody, Route};
 
 use super::intake;
 use super::observe::RequestId;
 use crate::core::Core;
+use crate::dispatch::explain::DECISION;
 use crate::dispatch::{self, Inbound};
+use crate::trace::RequestTrace;
 
 pub(super) async fn handle(core: Arc<Core>, route: Route, request: Request) -> Response<Body> {
     let arrived = Instant::now();
@@ -26,5 +28,12 @@ pub(super) async fn handle(core: Arc<Core>, route: Route, request: Request) -> R
         Err(error) => return super::error::GatewayError::Body(error).into_response(),
     };
     let request_id = head.extensions.get::<RequestId>().map(|id| id.0.to_string()).unwrap_or_default();
-    dispatch::serve(&core, Inbound { route, headers: head.headers, body, request_id, arrived }).await
+    let trace = head.extensions.get::<Arc<RequestTrace>>().cloned();
+    let explain = asks_for_the_decision(&head.headers);
+    dispatch::serve(&core, Inbound { route, headers: head.headers, body, request_id, arrived, trace, explain }).await
+}
+
+/// Whether a client asks for the decision on its request: with any value but those that say no.
+fn asks_for_the_decision(headers: &HeaderMap) -> bool {
+    headers.get(DECISION).is_some_and(|value| !matches!(value.as_bytes(), b"" | b"0" | b"false"))
 }

@@ -14,9 +14,11 @@ use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use smg_telemetry::Metrics;
+use smg_telemetry::trace::{TRACEPARENT, Value};
 
 use super::error::{ErrorCode, in_anthropic_shape};
 use super::{Front, request_id};
+use crate::trace::RequestTrace;
 
 /// The id of a request, as an extension of it.
 #[derive(Debug, Clone)]
@@ -34,7 +36,14 @@ pub(super) async fn observe(State(front): State<Front>, mut request: Request, ne
     let id: Arc<str> = Arc::from(id);
     request.extensions_mut().insert(RequestId(Arc::clone(&id)));
     metrics.http_requests.with_label_values(&[method, &path]).inc();
-    let active = Active::new(metrics, method, path);
+    let probe = matches!(path.as_str(), "/health" | "/liveness" | "/readiness");
+    let tracer = front.core.options.tracer.as_ref().filter(|_| !probe);
+    let trace = tracer.and_then(|tracer| RequestTrace::begin(tracer, request.headers()));
+    if let Some(trace) = &trace {
+        request.extensions_mut().insert(Arc::clone(trace));
+    }
+    let mut active = Active::new(metrics, method, path);
+    active.trace = trace.map(|trace| (trace, Arc::clone(&id)));
 
     let anthropic_path = request.uri().path().starts_with("/v1/messages");
     let anthropic_client = request.headers().contains_key("anthropic-version");
@@ -48,12 +57,15 @@ pub(super) async fn observe(State(front): State<Front>, mut request: Request, ne
     let status = response.status();
     let code = response.extensions().get::<ErrorCode>().map_or("", |code| code.0);
     active.metrics.http_responses.with_label_values(&[active.path.as_str(), status.as_str(), code]).inc();
-    let probe = matches!(active.path.as_str(), "/health" | "/liveness" | "/readiness");
+    active.answered = Some((status, code));
     if status.is_server_error() && !probe {
         tracing::warn!(target: "smg::response", request_id = %id, path = %active.path, %status, code, "request failed");
     }
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(request_id::REQUEST_ID, value);
+    }
+    if let Some(value) = active.trace.as_ref().and_then(|(trace, _)| trace.header()) {
+        response.headers_mut().insert(TRACEPARENT, value);
     }
     response.map(|body| Body::new(Counted { body, active }))
 }
@@ -76,12 +88,15 @@ struct Active {
     method: &'static str,
     path: String,
     started: Instant,
+    /// The request's trace and id, if it is traced.
+    trace: Option<(Arc<RequestTrace>, Arc<str>)>,
+    answered: Option<(StatusCode, &'static str)>,
 }
 
 impl Active {
     fn new(metrics: Arc<Metrics>, method: &'static str, path: String) -> Self {
         metrics.http_requests_active.inc();
-        Self { metrics, method, path, started: Instant::now() }
+        Self { metrics, method, path, started: Instant::now(), trace: None, answered: None }
     }
 }
 
@@ -92,6 +107,28 @@ impl Drop for Active {
             .http_request_duration
             .with_label_values(&[self.method, self.path.as_str()])
             .observe(self.started.elapsed().as_secs_f64());
+        if let Some((trace, id)) = self.trace.take() {
+            self.record_trace(&trace, &id);
+        }
+    }
+}
+
+impl Active {
+    fn record_trace(&self, trace: &RequestTrace, id: &str) {
+        let mut attributes = vec![
+            ("http.request.method", Value::from(self.method)),
+            ("http.route", self.path.as_str().into()),
+            ("smg.request_id", id.into()),
+        ];
+        let error = match self.answered {
+            None => Some("the client left before the response".to_owned()),
+            Some((status, code)) => {
+                attributes.push(("http.response.status_code", u64::from(status.as_u16()).into()));
+                let failed = status.is_server_error() || !code.is_empty();
+                failed.then(|| if code.is_empty() { status.to_string() } else { code.to_owned() })
+            }
+        };
+        trace.end(attributes, error);
     }
 }
 

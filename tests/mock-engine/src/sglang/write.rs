@@ -4,12 +4,17 @@ use std::io::Write as _;
 
 use serde_json::{Value, json};
 
-use crate::CREATED;
 use crate::generate::{Api, Job, Step, logprob};
 use crate::http::extend;
 use crate::text::Prompt;
+use crate::{CREATED, messages, responses};
 
-pub(super) fn write_whole(job: &Job, _transfer: Option<&str>) -> Vec<u8> {
+pub(super) fn write_whole(job: &Job, transfer: Option<&str>) -> Vec<u8> {
+    match job.api {
+        Api::Messages => return messages::write_whole(job, transfer),
+        Api::Responses => return responses::write_whole(job, transfer),
+        Api::Chat | Api::Completions | Api::Generate => {}
+    }
     let mut out = Vec::with_capacity(1024 + job.completion_tokens() * 8);
     if job.api == Api::Generate {
         let many = job.batch || job.samples.len() > 1;
@@ -127,6 +132,11 @@ fn write_token_logprobs(job: &Job, prompt: Prompt, tokens: usize, out: &mut Vec<
 }
 
 pub(super) fn write_step(job: &Job, step: Step, out: &mut Vec<u8>) {
+    match job.api {
+        Api::Messages => return messages::write_step(job, step, out),
+        Api::Responses => return responses::write_step(job, step, out),
+        Api::Chat | Api::Completions | Api::Generate => {}
+    }
     let start = out.len();
     extend(out, &["data: "]);
     match (job.api, step) {

@@ -2,13 +2,18 @@
 
 use std::io::Write as _;
 
-use crate::CREATED;
 use crate::generate::{Api, Job, Step};
 use crate::http::extend;
+use crate::{CREATED, messages, responses};
 
 const FINGERPRINT: &str = "vllm-0.32.0-4fde26ed";
 
 pub(super) fn write_whole(job: &Job, transfer: Option<&str>) -> Vec<u8> {
+    match job.api {
+        Api::Messages => return messages::write_whole(job, transfer),
+        Api::Responses => return responses::write_whole(job, transfer),
+        Api::Chat | Api::Completions | Api::Generate => {}
+    }
     let mut out = Vec::with_capacity(1024 + job.completion_tokens() * 8);
     let object = match job.api {
         Api::Chat => "chat.completion",
@@ -77,6 +82,11 @@ fn write_usage(job: &Job, details: &str, out: &mut Vec<u8>) {
 }
 
 pub(super) fn write_step(job: &Job, step: Step, out: &mut Vec<u8>) {
+    match job.api {
+        Api::Messages => return messages::write_step(job, step, out),
+        Api::Responses => return responses::write_step(job, step, out),
+        Api::Chat | Api::Completions | Api::Generate => {}
+    }
     let chat = job.api == Api::Chat;
     let object = if chat { "chat.completion.chunk" } else { "text_completion" };
     let begin = |out: &mut Vec<u8>| {

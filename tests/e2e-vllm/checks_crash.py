@@ -1,13 +1,20 @@
-"""A decode server that dies in the middle of a stream, and comes back."""
+"""A server that is killed while it works for a client, and comes back.
+
+The client learns of it at once, the worker that died is charged and the other one is not, requests fail fast meanwhile, and
+when the server answers again requests flow without anybody's help, with KV that really moves.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
-from api import CHAT, chat, endless, prompt
+from answers import CHAT
+from api import chat, endless, prompt
 from checks_handoff import check_handoff
 from client import OpenRequest, call
-from engine import SETTLE_SECONDS
+from engine import SETTLE_SECONDS, Engine
 from failure import expect
 from pair import Pair
 from table import Table
@@ -15,53 +22,93 @@ from waiting import wait_until
 
 FOLLOWERS = 4
 END_SECONDS = 30
-"""Longest time between the crash and the end of the client's stream."""
+"""Longest time between the crash and the end of the client's answer, and for each answer meanwhile."""
 
 
-def check_crash(table: Table, group: str, pair: Pair) -> None:
-    """The pair is as before when this is over."""
-    table.run(group, "killed in the middle of a stream", _kill, pair)
-    table.run(group, "requests meanwhile", _meanwhile, pair)
-    table.run(group, "back again", _return, pair)
-    request = chat(prompt("after the return"), stream=True)
-    table.run(group, "KV moves again", check_handoff, pair, request)
+def check_decode_crash(table: Table, group: str, pair: Pair) -> None:
+    """Decode dies in the middle of a stream. The pair is as before when this is over."""
+    table.run(group, "killed in the middle of a stream", _kill_decode, pair)
+    _check_return(table, group, pair, pair.decode, pair.prefill)
 
 
-def _kill(pair: Pair) -> str:
-    prefill_before, decode_before = (pair.gateway.breaker_failures(engine) for engine in pair.engines)
+def check_prefill_crash(table: Table, group: str, pair: Pair) -> None:
+    """Prefill dies while it has a prompt. The pair is as before when this is over."""
+    table.run(group, "killed while it has a prompt", _kill_prefill, pair)
+    _check_return(table, group, pair, pair.prefill, pair.decode)
+
+
+def _check_return(table: Table, group: str, pair: Pair, victim: Engine, other: Engine) -> None:
+    table.run(group, "requests meanwhile", _meanwhile, pair, other)
+    table.run(group, "back again", _return, pair, victim)
+    table.run(group, "KV moves again", check_handoff, pair, chat(prompt("after the return"), stream=True))
+
+
+def _kill_decode(pair: Pair) -> str:
+    charged = {engine.role: pair.gateway.breaker_failures(engine) for engine in pair.engines}
     client = OpenRequest(pair.gateway.port, CHAT, endless(prompt("a crash"), stream=True).body)
     try:
         client.read_events(8)
         pair.decode.process.kill()
-        began = time.monotonic()
-        received = client.read_to_end()
+        received, seconds = _rest(client)
     finally:
         client.leave()
+    events = [line.removeprefix("data: ") for line in received.splitlines() if line.startswith("data: ")]
+    expect('"error"' in received, f"the stream tells of no error; it ends with {events[-2:]}")
+    _expect_charged(pair, pair.decode, charged)
+    error = next(event for event in events if '"error"' in event)
+    return f"{seconds:.1f} s later the stream ends with `{error}`; charged to decode alone"
+
+
+def _kill_prefill(pair: Pair) -> str:
+    """The engine is held still, so that it surely has the prompt when it dies."""
+    charged = {engine.role: pair.gateway.breaker_failures(engine) for engine in pair.engines}
+    os.kill(pair.prefill.process.member_named("EngineCore"), signal.SIGSTOP)
+    try:
+        client = OpenRequest(pair.gateway.port, CHAT, endless(prompt("a crash"), stream=True).body)
+        try:
+            wait_until("the prefill leg to be sent", SETTLE_SECONDS, lambda: pair.gateway.requests_active(pair.prefill))
+            pair.prefill.process.kill()
+            received, seconds = _rest(client)
+        finally:
+            client.leave()
+    finally:
+        pair.prefill.process.kill()
+    head = received.partition("\r\n")[0]
+    expect(" 502 " in head or " 503 " in head, f"the client's answer is {received[:300]!r}")
+    _expect_charged(pair, pair.prefill, charged)
+    return f"{seconds:.1f} s later the client has `{head}`; charged to prefill alone"
+
+
+def _rest(client: OpenRequest) -> tuple[str, float]:
+    """What the client received in all, and the seconds from now to the end of it."""
+    began = time.monotonic()
+    received = client.read_to_end()
     seconds = time.monotonic() - began
-    tail = [line for line in received.splitlines() if line.startswith("data: ")][-2:]
-    expect(seconds < END_SECONDS, f"the stream ended {seconds:.0f} s later")
-    expect('"error"' in received, f"the stream tells of no error; it ends with {tail}")
-    prefill, decode = (pair.gateway.breaker_failures(engine) for engine in pair.engines)
-    expect(decode > decode_before, "decode's breaker was not charged")
-    expect(prefill == prefill_before, "prefill's breaker was charged")
-    return f"{seconds:.1f} s later the stream ends with `{tail[0].removeprefix('data: ')}`; charged to decode alone"
+    expect(seconds < END_SECONDS, f"the answer ended only {seconds:.0f} s later")
+    return received, seconds
 
 
-def _meanwhile(pair: Pair) -> str:
-    """Every answer is an error that says so at once, and none is charged to the prefill worker."""
-    before = pair.gateway.breaker_failures(pair.prefill)
+def _expect_charged(pair: Pair, victim: Engine, before: dict[str, int]) -> None:
+    for engine in pair.engines:
+        charged = pair.gateway.breaker_failures(engine) - before[engine.role]
+        expect((charged > 0) == (engine is victim), f"{engine.role}'s breaker was charged {charged} times")
+
+
+def _meanwhile(pair: Pair, other: Engine) -> str:
+    """Every answer is an error that says so at once, and none is charged to the worker that lives."""
+    before = pair.gateway.breaker_failures(other)
     seen = []
     for _ in range(FOLLOWERS):
         answer = call(pair.gateway.port, "POST", CHAT, chat(prompt("meanwhile")).body, seconds=END_SECONDS)
         seen.append(f"{answer.status} {answer.headers.get('x-smg-error-code')}")
         expect(answer.status in (502, 503), f"answered {answer.status}: {answer.text[:300]}")
-    expect(pair.gateway.breaker_failures(pair.prefill) == before, "prefill's breaker was charged")
+    expect(pair.gateway.breaker_failures(other) == before, f"{other.role}'s breaker was charged")
     return ", ".join(seen)
 
 
-def _return(pair: Pair) -> str:
-    pair.decode.start()
-    pair.decode.wait_ready()
+def _return(pair: Pair, victim: Engine) -> str:
+    victim.start()
+    victim.wait_ready()
     began = time.monotonic()
 
     def served() -> bool:

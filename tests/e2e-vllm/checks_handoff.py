@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from api import Request, chat, completion, prompt
+from api import Request, chat, completion, message, prompt, response
 from failure import expect
 from listeners import listening
 from pair import Pair, expect_handoff, expect_recomputed, measure
@@ -34,8 +34,11 @@ def check_recomputed(pair: Pair, request: Request, mode: str) -> str:
 
 
 def check_answers(table: Table, group: str, pair: Pair) -> None:
-    """Chat and completions, streamed and not."""
-    for name, make in (("chat", chat), ("completions", completion)):
+    """Every generating route, streamed and not."""
+    routes: dict[str, Callable[[str, bool], Request]] = {
+        "chat": chat, "completions": completion, "messages": message, "responses": response,
+    }
+    for name, make in routes.items():
         for stream in (False, True):
             request = make(prompt(name), stream)
             table.run(group, f"{name}, streamed" if stream else name, check_handoff, pair, request)

@@ -7,7 +7,8 @@ import random
 import signal
 import threading
 
-from api import CHAT, ENDLESS_TOKENS, Request, endless, prompt
+from answers import CHAT
+from api import ENDLESS_TOKENS, Request, endless, prompt
 from client import OpenRequest
 from engine import SETTLE_SECONDS, wait_idle
 from failure import expect

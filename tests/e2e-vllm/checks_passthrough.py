@@ -6,8 +6,8 @@ import json
 
 from api import Request, chat, prompt
 from checks_handoff import appended, check_recomputed
-from failure import expect
-from pair import Pair, expect_recomputed, measure
+from failure import CheckFailed, expect
+from pair import Pair, expect_handoff, expect_recomputed, measure
 from table import Table
 
 
@@ -18,6 +18,7 @@ def check_undeclared(table: Table, group: str, pair: Pair) -> None:
     table.run(group, "chat recomputes", check_recomputed, pair, plain, "passthrough")
     hostile = chat(prompt("undeclared and hostile"))
     table.run(group, "a client's kv_transfer_params", _harmless, pair, hostile)
+    table.run(group, "the handoff check notices", _noticed, pair)
     table.run(group, "the log says so", _log, pair)
     table.run(group, "`/workers` says so", _listing, pair)
     table.run(group, "metrics say so", _metrics, pair)
@@ -38,6 +39,16 @@ def _harmless(pair: Pair, request: Request) -> str:
     return f"{figures}; both servers healthy"
 
 
+def _noticed(pair: Pair) -> str:
+    """The check that the other groups rely on fails here, where no KV moves although the answer is right."""
+    measured = measure(pair, chat(prompt("undeclared, though expected")), "passthrough")
+    try:
+        expect_handoff(pair, measured)
+    except CheckFailed as failure:
+        return f"refused, text equal all the same: {failure}"
+    raise CheckFailed("the handoff check passes although no KV moved")
+
+
 def _log(pair: Pair) -> str:
     lines = [line for line in pair.gateway.process.log_text().splitlines() if "NO KV CONNECTOR IS DECLARED" in line]
     expect(any(pair.prefill.url in line for line in lines), "no line of the log warns about the prefill worker")
@@ -54,7 +65,7 @@ def _metrics(pair: Pair) -> str:
     undeclared = int(pair.gateway.metrics().total("smg_pd_undeclared_connectors"))
     passthrough = pair.gateway.mode_count("passthrough")
     figures = f"smg_pd_undeclared_connectors {undeclared}, mode passthrough {passthrough}"
-    expect(undeclared == 1 and passthrough == 2, figures)
+    expect(undeclared == 1 and passthrough == 3, figures)
     return figures
 
 

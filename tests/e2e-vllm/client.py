@@ -57,7 +57,7 @@ class OpenRequest:
 
     def __init__(self, port: int, path: str, body: object) -> None:
         payload = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
         self.received = b""
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=REQUEST_SECONDS)
         self._socket.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
@@ -69,8 +69,8 @@ class OpenRequest:
                 raise OSError(f"the stream ended before {count} events: {self.received[-300:]!r}")
 
     def read_to_end(self) -> str:
-        """Reads until the server ends the answer or the connection, and returns everything that came."""
-        while not self.received.endswith(b"0\r\n\r\n") and self._read():
+        """Reads until the server ends the connection, and returns everything that came, as it went over the wire."""
+        while self._read():
             pass
         return self.received.decode(errors="replace")
 

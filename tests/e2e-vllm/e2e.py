@@ -30,11 +30,15 @@ from table import FAILED, Table
 STAGE_SECONDS = 5400
 """Longest time of a stage that runs in a namespace of its own; its own waits are all shorter."""
 
+STAGE_STOP_SECONDS = 300
+"""Time for such a stage to stop its own processes when it is interrupted."""
+
 
 def whole_run(only: str | None) -> int:
     installation = Installation(prerequisites.cache_directory())
     python = prerequisites.check(installation.cache, installation.is_complete())
     logs = installation.cache / "logs"
+    commit = report.current_commit()
     binary = gateway.build()
     installation.install(python)
     table = Table()
@@ -44,7 +48,7 @@ def whole_run(only: str | None) -> int:
         run_mooncake(table, installation, binary, logs)
     print(f"\n{table.markdown()}\n\n{table.summary()}")
     if only is None:
-        print(f"written to {report.write(table)}")
+        print(f"written to {report.write(table, commit)}")
     return 1 if table.count(FAILED) else 0
 
 
@@ -59,7 +63,7 @@ def run_mooncake(table: Table, installation: Installation, binary: pathlib.Path,
     rows.unlink(missing_ok=True)
     command = [*namespace, sys.executable, __file__, "--stage", "mooncake", "--binary", str(binary), "--rows", str(rows)]
     with Processes(logs) as processes:
-        stage = processes.start("mooncake", command, clean_environment())
+        stage = processes.start("mooncake", command, clean_environment(), STAGE_STOP_SECONDS)
         code = stage.wait(STAGE_SECONDS)
     print(stage.log_text(), end="")
     if not rows.exists():

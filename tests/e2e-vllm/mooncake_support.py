@@ -16,11 +16,18 @@ from installation import HERE, Installation, clean_environment
 
 PACKAGES = ("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 PLUGIN = HERE / "mooncake_plugin"
-OPTIONS: dict[str, object] = {"kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+ENGINE_ID = {"prefill": "e2e-prefill", "decode": "e2e-decode"}
+"""Configured, so that it survives a restart: a server makes up a new one at each start otherwise, and the gateway has to be
+told the prefill's."""
 FETCH_SECONDS = 300
 _LOOPBACK_ONLY = ("--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _NAMESPACES = (("unshare", "--net", *_LOOPBACK_ONLY), ("unshare", "--net", "--map-root-user", *_LOOPBACK_ONLY))
 """Commands that run what follows in a network namespace of its own where only loopback is up: for root, and for others."""
+
+
+def options(role: str) -> dict[str, object]:
+    """What the `--kv-transfer-config` of a server has in addition."""
+    return {"engine_id": ENGINE_ID[role], "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
 
 
 def environment(installation: Installation) -> dict[str, str]:

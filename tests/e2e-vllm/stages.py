@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable
 
 import mooncake_support
-from checks_crash import check_crash
+from checks_crash import check_decode_crash, check_prefill_crash
 from checks_handoff import (
     check_answers,
     check_batches,
@@ -19,6 +19,7 @@ from checks_leaving import check_leaving
 from checks_passthrough import check_undeclared
 from client import call
 from engine import Engine
+from failure import expect
 from gateway import Gateway
 from installation import Installation
 from pair import Pair
@@ -42,24 +43,27 @@ def nixl(table: Table, installation: Installation, binary: pathlib.Path, logs: p
         table.run("No declared connector", "the declared pair leaves", _leave, pair)
         check_undeclared(table, "No declared connector", pair)
         _declare(table, "NIXL, a crash of decode", pair)
-        check_crash(table, "NIXL, a crash of decode", pair)
+        check_decode_crash(table, "NIXL, a crash of decode", pair)
+        check_prefill_crash(table, "NIXL, a crash of prefill", pair)
 
 
 def mooncake_pair(table: Table, installation: Installation, binary: pathlib.Path, logs: pathlib.Path) -> None:
-    """Mooncake: prefill pushes the KV cache, and both legs run at once. Needs a network namespace: it listens everywhere."""
+    """Mooncake: prefill pushes the KV cache to the decode that names it. It listens everywhere: run in a namespace."""
     environment = mooncake_support.environment(installation)
     with Processes(logs) as processes:
-        options = mooncake_support.OPTIONS
+        options = mooncake_support.options
         pair = _start(processes, installation, binary, "MooncakeConnector", "mooncake", options, environment)
         name = "Mooncake"
         table.run(name, "start", _starts, pair)
-        engine_id = call(pair.prefill.side_port, "GET", "/query").json()["0"]["engine_id"]
-        _declare(table, name, pair, {"kv_engine_id": engine_id, "bootstrap_port": pair.prefill.side_port})
+        table.run(name, "engine id", _engine_id, pair)
+        engine = {"kv_engine_id": mooncake_support.ENGINE_ID["prefill"], "bootstrap_port": pair.prefill.side_port}
+        _declare(table, name, pair, engine)
         check_answers(table, name, pair)
         check_unequal_requests(table, name, pair)
         check_batches(table, "Mooncake, several prompts in one request", pair)
         check_hostile_fields(table, "Mooncake, handoffs that clients bring", pair)
         check_leaving(table, "Mooncake, clients that leave", pair)
+        check_prefill_crash(table, "Mooncake, a crash of prefill", pair)
 
 
 STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], None]] = {
@@ -69,9 +73,10 @@ STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], No
 
 
 def _start(processes: Processes, installation: Installation, binary: pathlib.Path, connector: str, mode: str,
-           options: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> Pair:
+           options: Callable[[str], dict[str, object]] = lambda _role: {},
+           environment: dict[str, str] | None = None) -> Pair:
     print(f"starting two servers with {connector}: one to six minutes", flush=True)
-    prefill, decode = (Engine(processes, installation, role, connector, options, environment)
+    prefill, decode = (Engine(processes, installation, role, connector, options(role), environment)
                        for role in ("prefill", "decode"))
     for engine in (prefill, decode):
         engine.wait_ready()
@@ -91,6 +96,13 @@ def _declare(table: Table, group: str, pair: Pair, prefill_only: dict[str, objec
         shown = {key: pair.gateway.worker(pair.prefill).get(key) for key in ("pd_pairing", "model_id")}
         return f"both workers healthy, {json.dumps(shown)}"
     table.run(group, "registration", register)
+
+
+def _engine_id(pair: Pair) -> str:
+    """The bootstrap server knows the prefill by the id that its configuration gives it, not by one of its own making."""
+    known = call(pair.prefill.side_port, "GET", "/query").json()["0"]["engine_id"]
+    expect(known == mooncake_support.ENGINE_ID["prefill"], f"the bootstrap server knows {known}")
+    return f"the bootstrap server knows `{known}`"
 
 
 def _leave(pair: Pair) -> str:

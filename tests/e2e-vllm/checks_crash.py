@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from answers import CHAT
 from api import chat, endless, prompt
@@ -31,15 +32,22 @@ def check_decode_crash(table: Table, group: str, pair: Pair) -> None:
     _check_return(table, group, pair, pair.decode, pair.prefill)
 
 
-def check_prefill_crash(table: Table, group: str, pair: Pair) -> None:
-    """Prefill dies while it has a prompt. The pair is as before when this is over."""
+def check_prefill_crash(table: Table, group: str, pair: Pair,
+                        identity: Callable[[Engine], dict[str, object]] | None = None) -> None:
+    """Prefill dies while it has a prompt. The pair is as before when this is over.
+
+    `identity` tells what a started prefill must declare anew, for connectors whose servers have another identity then.
+    """
     table.run(group, "killed while it has a prompt", _kill_prefill, pair)
-    _check_return(table, group, pair, pair.prefill, pair.decode)
+    _check_return(table, group, pair, pair.prefill, pair.decode, identity)
 
 
-def _check_return(table: Table, group: str, pair: Pair, victim: Engine, other: Engine) -> None:
+def _check_return(table: Table, group: str, pair: Pair, victim: Engine, other: Engine,
+                  identity: Callable[[Engine], dict[str, object]] | None = None) -> None:
     table.run(group, "requests meanwhile", _meanwhile, pair, other)
-    table.run(group, "back again", _return, pair, victim)
+    table.run(group, "back again", _return, pair, victim, identity)
+    if identity is not None:
+        table.run(group, "the new identity is declared", _redeclare, pair, victim, identity)
     table.run(group, "KV moves again", check_handoff, pair, chat(prompt("after the return"), stream=True))
 
 
@@ -106,12 +114,22 @@ def _meanwhile(pair: Pair, other: Engine) -> str:
     return ", ".join(seen)
 
 
-def _return(pair: Pair, victim: Engine) -> str:
+def _return(pair: Pair, victim: Engine, identity: object) -> str:
+    """Starts the server again; without anybody's help the gateway finds it, and serves unless it has a new identity."""
     victim.start()
     victim.wait_ready()
     began = time.monotonic()
 
-    def served() -> bool:
+    def found() -> bool:
+        if identity is not None:
+            return bool(pair.gateway.worker(victim)["is_healthy"])
         return call(pair.gateway.port, "POST", CHAT, chat(prompt("return")).body).status == 200
-    wait_until("a request to be served", SETTLE_SECONDS, served)
-    return f"served again {time.monotonic() - began:.1f} s after its /health answers, without any call to the gateway"
+    wait_until("the gateway to find it", SETTLE_SECONDS, found)
+    done = "healthy" if identity is not None else "served"
+    return f"{done} again {time.monotonic() - began:.1f} s after its /health answers, without any call to the gateway"
+
+
+def _redeclare(pair: Pair, victim: Engine, identity: Callable[[Engine], dict[str, object]]) -> str:
+    pair.gateway.register_again(victim, kv_connector=victim.connector, **identity(victim))
+    pair.gateway.wait_healthy(2)
+    return "PUT /workers/{id}, applied"

@@ -53,10 +53,24 @@ class Gateway:
 
     def register(self, engine: Engine, **declared: object) -> None:
         """Registers a server as an operator does; `declared` are further members of the worker's description."""
+        self._declare("POST", "/workers", engine, declared)
+
+    def register_again(self, engine: Engine, **declared: object) -> None:
+        """Replaces the description of a registered worker, and waits until the new one is in force."""
+        self._declare("PUT", f"/workers/{self.worker(engine)['id']}", engine, declared)
+
+        def applied() -> bool:
+            if not declared.items() <= self.worker(engine).items():
+                return False
+            revision = int(call(self.port, "GET", "/workers").headers.get("x-smg-revision", 0))
+            return self.metrics().total("smg_config_revision") >= revision
+        wait_until("the worker's new description", REGISTER_SECONDS, applied)
+
+    def _declare(self, method: str, path: str, engine: Engine, declared: dict[str, object]) -> None:
         body = {"url": engine.url, "worker_type": engine.role, "runtime_type": "vllm"} | declared
-        answer = call(self.port, "POST", "/workers", body)
+        answer = call(self.port, method, path, body)
         if answer.status != 202:
-            raise Broken(f"POST /workers answered {answer.status}: {answer.text}")
+            raise Broken(f"{method} {path} answered {answer.status}: {answer.text}")
 
     def wait_healthy(self, count: int) -> None:
         """Waits until `count` workers are registered and every one of them is healthy."""

@@ -11,7 +11,8 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from failure import Broken
@@ -55,7 +56,10 @@ class Installation:
             shutil.rmtree(self.environment, ignore_errors=True)
             _run([python, "-m", "venv", self.environment], 300)
             options = ["--quiet", "--no-deps", "--require-hashes", "--no-cache-dir", "--disable-pip-version-check"]
-            _run([self.python, "-m", "pip", "install", *options, "-r", REQUIREMENTS], INSTALL_SECONDS)
+            # The packages are too large for the small temporary directories that some machines have.
+            with tempfile.TemporaryDirectory(dir=self.cache) as temporary:
+                install: list[str | pathlib.Path] = [self.python, "-m", "pip", "install", *options, "-r", REQUIREMENTS]
+                _run(install, INSTALL_SECONDS, {"TMPDIR": temporary})
             self._announce_as_vllm()
             _finish(self.environment)
         if not _is_finished(self.model):
@@ -92,10 +96,11 @@ def clean_environment() -> dict[str, str]:
     return kept | loopback | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
-def _run(command: Sequence[str | pathlib.Path], seconds: float) -> None:
+def _run(command: Sequence[str | pathlib.Path], seconds: float, settings: Mapping[str, str] | None = None) -> None:
     """Runs a step to its end. Leaving early, also by an interruption, ends the step too."""
+    environment = clean_environment() | dict(settings or {})
     try:
-        subprocess.run(command, env=clean_environment(), stdin=subprocess.DEVNULL, check=True, timeout=seconds)
+        subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True, timeout=seconds)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise Broken(str(error)) from error
 

@@ -12,22 +12,26 @@ import pathlib
 import shutil
 import subprocess
 
+from client import call
+from engine import Engine
 from installation import HERE, Installation, clean_environment
 
 PACKAGES = ("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 PLUGIN = HERE / "mooncake_plugin"
-ENGINE_ID = {"prefill": "e2e-prefill", "decode": "e2e-decode"}
-"""Configured, so that it survives a restart: a server makes up a new one at each start otherwise, and the gateway has to be
-told the prefill's."""
+OPTIONS: dict[str, object] = {"kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
 FETCH_SECONDS = 300
 _LOOPBACK_ONLY = ("--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _NAMESPACES = (("unshare", "--net", *_LOOPBACK_ONLY), ("unshare", "--net", "--map-root-user", *_LOOPBACK_ONLY))
 """Commands that run what follows in a network namespace of its own where only loopback is up: for root, and for others."""
 
 
-def options(role: str) -> dict[str, object]:
-    """What the `--kv-transfer-config` of a server has in addition."""
-    return {"engine_id": ENGINE_ID[role], "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+def engine_id(prefill: Engine) -> str:
+    """The id that decode servers must name to be served, as the prefill's bootstrap server tells it.
+
+    It is another one after each start. A fixed one (`engine_id` in `--kv-transfer-config`) would be worse: decode servers
+    keep the addresses they once learned for an id, and wait 9 minutes for a server that is gone.
+    """
+    return str(call(prefill.side_port, "GET", "/query").json()["0"]["engine_id"])
 
 
 def environment(installation: Installation) -> dict[str, str]:

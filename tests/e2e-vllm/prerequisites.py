@@ -10,8 +10,8 @@ import subprocess
 
 from failure import Missing
 
-DISK_BYTES = 8 * 1024**3
-"""The installed engine takes 6.5 GiB; the installer needs some room beside it."""
+DISK_BYTES = 10 * 1024**3
+"""The installed engine takes 6.5 GiB, and the installer keeps 3 GiB of packages beside it until it is done."""
 
 MEMORY_BYTES = 6 * 1024**3
 """Two servers of 3.2 GiB each, which share their libraries' pages."""

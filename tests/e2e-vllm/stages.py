@@ -17,9 +17,7 @@ from checks_handoff import (
 )
 from checks_leaving import check_leaving
 from checks_passthrough import check_undeclared
-from client import call
 from engine import Engine
-from failure import expect
 from gateway import Gateway
 from installation import Installation
 from pair import Pair
@@ -51,19 +49,17 @@ def mooncake_pair(table: Table, installation: Installation, binary: pathlib.Path
     """Mooncake: prefill pushes the KV cache to the decode that names it. It listens everywhere: run in a namespace."""
     environment = mooncake_support.environment(installation)
     with Processes(logs) as processes:
-        options = mooncake_support.options
+        options = mooncake_support.OPTIONS
         pair = _start(processes, installation, binary, "MooncakeConnector", "mooncake", options, environment)
         name = "Mooncake"
         table.run(name, "start", _starts, pair)
-        table.run(name, "engine id", _engine_id, pair)
-        engine = {"kv_engine_id": mooncake_support.ENGINE_ID["prefill"], "bootstrap_port": pair.prefill.side_port}
-        _declare(table, name, pair, engine)
+        _declare(table, name, pair, _peer(pair.prefill))
         check_answers(table, name, pair)
         check_unequal_requests(table, name, pair)
         check_batches(table, "Mooncake, several prompts in one request", pair)
         check_hostile_fields(table, "Mooncake, handoffs that clients bring", pair)
         check_leaving(table, "Mooncake, clients that leave", pair)
-        check_prefill_crash(table, "Mooncake, a crash of prefill", pair)
+        check_prefill_crash(table, "Mooncake, a crash of prefill", pair, _peer)
 
 
 STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], None]] = {
@@ -73,10 +69,9 @@ STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], No
 
 
 def _start(processes: Processes, installation: Installation, binary: pathlib.Path, connector: str, mode: str,
-           options: Callable[[str], dict[str, object]] = lambda _role: {},
-           environment: dict[str, str] | None = None) -> Pair:
+           options: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> Pair:
     print(f"starting two servers with {connector}: one to six minutes", flush=True)
-    prefill, decode = (Engine(processes, installation, role, connector, options(role), environment)
+    prefill, decode = (Engine(processes, installation, role, connector, options, environment)
                        for role in ("prefill", "decode"))
     for engine in (prefill, decode):
         engine.wait_ready()
@@ -98,11 +93,9 @@ def _declare(table: Table, group: str, pair: Pair, prefill_only: dict[str, objec
     table.run(group, "registration", register)
 
 
-def _engine_id(pair: Pair) -> str:
-    """The bootstrap server knows the prefill by the id that its configuration gives it, not by one of its own making."""
-    known = call(pair.prefill.side_port, "GET", "/query").json()["0"]["engine_id"]
-    expect(known == mooncake_support.ENGINE_ID["prefill"], f"the bootstrap server knows {known}")
-    return f"the bootstrap server knows `{known}`"
+def _peer(prefill: Engine) -> dict[str, object]:
+    """What a Mooncake prefill declares so that decode servers can name it."""
+    return {"kv_engine_id": mooncake_support.engine_id(prefill), "bootstrap_port": prefill.side_port}
 
 
 def _leave(pair: Pair) -> str:

@@ -12,7 +12,7 @@ mod workload;
 
 use clap::Parser;
 
-use subject::{Kind, Subject};
+use subject::{Fleet, Kind, Subject};
 use workload::Workload;
 
 /// Any failure ends the run with words: a benchmark that goes on after one measures nothing.
@@ -35,9 +35,12 @@ struct Arguments {
     #[arg(long)]
     binaries: Option<std::path::PathBuf>,
     /// Another gateway in front of the SGLang pair: NAME=COMMAND, run by sh with BENCH_PORT, BENCH_METRICS_PORT, BENCH_PREFILL,
-    /// BENCH_DECODE (space separated URLs), BENCH_BOOTSTRAP (ports, in the order of the prefills) and BENCH_MODEL set
+    /// BENCH_DECODE (space separated URLs), BENCH_BOOTSTRAP (ports, in the order of the prefills), BENCH_REGULAR (URL of an engine outside of pairs) and BENCH_MODEL set
     #[arg(long)]
     peer: Vec<String>,
+    /// The same in front of the vLLM pair
+    #[arg(long)]
+    vllm_peer: Vec<String>,
 }
 
 #[tokio::main]
@@ -56,11 +59,15 @@ async fn run(arguments: Arguments) -> Result<()> {
         Some(folder) => folder,
         None => std::env::current_exe()?.parent().ok_or("no folder of this program")?.to_owned(),
     };
-    let peers = arguments.peer.iter().map(|peer| {
+    let sglang = arguments.peer.iter().map(|peer| (peer, false));
+    let peers = sglang.chain(arguments.vllm_peer.iter().map(|peer| (peer, true))).map(|(peer, vllm)| {
         let (name, command) = peer.split_once('=').ok_or("a peer is NAME=COMMAND")?;
-        Ok(Kind::Peer { name: name.to_owned(), command: command.to_owned() })
+        Ok(Kind::Peer { vllm, name: name.to_owned(), command: command.to_owned() })
     });
     let peers = peers.collect::<Result<Vec<_>>>()?;
+    let floor = binaries.join("smg-bench-floor").display().to_string();
+    let floor = Kind::Peer { vllm: false, name: "floor".to_owned(), command: format!("exec '{floor}'") };
+    let base = peers.first().unwrap_or(&floor).name();
     let wanted =
         |workload: &Workload| arguments.only.is_empty() || arguments.only.iter().any(|name| name == workload.name());
     let workloads: Vec<Workload> = Workload::all(arguments.quick).into_iter().filter(wanted).collect();
@@ -69,23 +76,33 @@ async fn run(arguments: Arguments) -> Result<()> {
     }
     println!("{}", process::machine());
     for workload in workloads {
-        let mut kinds = vec![Kind::Direct, Kind::SmgSglang, Kind::SmgVllm];
+        let mut kinds = vec![Kind::Direct, Kind::SmgSglang, Kind::SmgVllm, floor.clone()];
         kinds.extend(peers.iter().cloned());
-        let mut rows = table::Rows::new(workload.name(), workload.describe());
+        let mut rows = table::Rows::new(workload.name(), workload.describe(), base.clone());
         for workers in workload.worker_counts() {
-            // All subjects are up at once, each with engines of its own settings, so that repetitions interleave.
+            // All subjects are up at once, so that repetitions interleave.
+            let mut fleet = Fleet::new(&binaries, workers, &workload);
             let mut subjects = Vec::new();
             for kind in kinds.iter().filter(|kind| workload.includes(kind)) {
-                subjects.push(Subject::start(&binaries, kind, workers, &workload).await?);
+                subjects.push(Subject::start(kind, &mut fleet).await?);
             }
-            for _ in 0..arguments.reps {
-                for subject in &subjects {
-                    let measured = workload.measure(subject).await?;
+            let rested = workload.rest(&subjects).await?;
+            for _ in 0..workload.repetitions(arguments.reps) {
+                let mut direct = None;
+                for (index, subject) in subjects.iter().enumerate() {
+                    let mut measured = workload.measure(subject, rested.get(index).copied()).await?;
+                    if subject.is_direct() {
+                        direct = Some(measured.clone());
+                    }
+                    if let Some(direct) = &direct {
+                        workload.compare(direct, &mut measured);
+                    }
                     rows.add(&subject.label(workers, workload.worker_counts().len() > 1), measured);
                 }
             }
         }
         println!("{}", rows.render());
+        println!("\n{}", process::load());
     }
     Ok(())
 }

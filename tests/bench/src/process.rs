@@ -90,11 +90,15 @@ fn ticks_per_second() -> f64 {
     100.0
 }
 
+/// What else the machine does.
+pub fn load() -> String {
+    format!("load average {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim())
+}
+
 /// One line about the machine.
 pub fn machine() -> String {
     let model = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = model.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("");
-    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
-    format!("machine: {cores} cores,{}; load average {}", model.trim_start_matches(['\t', ' ', ':']), load.trim())
+    format!("machine: {cores} cores,{}; {}", model.trim_start_matches(['\t', ' ', ':']), load())
 }

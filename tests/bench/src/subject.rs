@@ -1,8 +1,10 @@
 //! What is measured: an engine asked directly, `smg` in front of pairs, and other gateways.
 
+use std::collections::BTreeMap;
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -16,8 +18,8 @@ use crate::Result;
 use crate::process::Process;
 use crate::workload::{MODEL, Workload};
 
-/// Longest start of a subject.
-const START: Duration = Duration::from_secs(60);
+/// Longest start of a subject: some take long with hundreds of workers.
+const START: Duration = Duration::from_secs(180);
 
 /// Who is measured.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,8 +30,10 @@ pub enum Kind {
     SmgSglang,
     /// `smg launch` over vLLM NIXL pairs.
     SmgVllm,
-    /// Another gateway over SGLang pairs.
+    /// Another gateway.
     Peer {
+        /// Over vLLM pairs; over SGLang pairs otherwise.
+        vllm: bool,
         /// Its name in the table.
         name: String,
         /// How it is started.
@@ -44,32 +48,81 @@ pub struct Subject {
     pub address: String,
     /// The gateway; none when engines are asked directly.
     pub gateway: Option<Process>,
-    _engines: Vec<Process>,
+    _engines: Rc<Engines>,
 }
 
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
+/// The engines of one measurement, by what they are: every gateway stands in front of the same ones.
+pub struct Fleet {
+    binaries: PathBuf,
+    workers: usize,
+    pace: u64,
+    started: BTreeMap<&'static str, Rc<Engines>>,
+}
+
+impl Fleet {
+    /// Engines of `workload`, `workers` of a kind, half of them prefills.
+    pub fn new(binaries: &Path, workers: usize, workload: &Workload) -> Self {
+        let (binaries, pace) = (binaries.to_owned(), workload.token_delay_ms());
+        Self { binaries, workers, pace, started: BTreeMap::new() }
+    }
+
+    async fn of(&mut self, kind: &Kind) -> Result<Rc<Engines>> {
+        let name = match kind {
+            Kind::Direct => "regular",
+            kind if kind.is_vllm() => "vllm",
+            _ => "sglang",
+        };
+        if let Some(engines) = self.started.get(name) {
+            return Ok(Rc::clone(engines));
+        }
+        let engines = if *kind == Kind::Direct {
+            let port = free_port()?;
+            let engine = engine(&self.binaries, "sglang", "regular", "none", port, None, self.pace)?;
+            answers(&format!("127.0.0.1:{port}"), "/health").await?;
+            Engines { processes: vec![engine], prefills: Vec::new(), decodes: vec![format!("http://127.0.0.1:{port}")] }
+        } else {
+            start_pairs(&self.binaries, kind.is_vllm(), self.workers, self.pace).await?
+        };
+        let engines = Rc::new(engines);
+        self.started.insert(name, Rc::clone(&engines));
+        Ok(engines)
+    }
+}
+
+impl Kind {
+    /// The name of a peer.
+    pub fn name(&self) -> Option<String> {
+        match self {
+            Kind::Peer { name, .. } => Some(name.clone()),
+            _ => None,
+        }
+    }
+
+    fn is_vllm(&self) -> bool {
+        matches!(self, Kind::SmgVllm | Kind::Peer { vllm: true, .. })
+    }
+}
+
 struct Engines {
+    #[allow(dead_code, reason = "held for its drop")]
     processes: Vec<Process>,
     prefills: Vec<(String, u16)>,
     decodes: Vec<String>,
 }
 
 impl Subject {
-    /// Starts engines (`workers` in all, half of them prefills) and the subject in front of them.
-    pub async fn start(binaries: &Path, kind: &Kind, workers: usize, workload: &Workload) -> Result<Self> {
-        let pace = workload.token_delay_ms();
-        if *kind == Kind::Direct {
-            let port = free_port()?;
-            let engine = engine(binaries, "sglang", "regular", "none", port, None, pace)?;
-            let address = format!("127.0.0.1:{port}");
-            answers(&address, "/health").await?;
-            return Ok(Self { kind: kind.clone(), address, gateway: None, _engines: vec![engine] });
+    /// Starts a subject in front of engines of `fleet`.
+    pub async fn start(kind: &Kind, fleet: &mut Fleet) -> Result<Self> {
+        let engines = fleet.of(kind).await?;
+        let address = |url: &String| url.trim_start_matches("http://").to_owned();
+        if let (Kind::Direct, Some(engine)) = (kind, engines.decodes.first()) {
+            return Ok(Self { kind: kind.clone(), address: address(engine), gateway: None, _engines: engines });
         }
-        let vllm = *kind == Kind::SmgVllm;
-        let engines = start_pairs(binaries, vllm, workers, pace).await?;
+        let vllm = kind.is_vllm();
         let (port, metrics) = (free_port()?, free_port()?);
         let address = format!("127.0.0.1:{port}");
         let mut command = match kind {
@@ -78,9 +131,12 @@ impl Subject {
                 shell.args(["-c", command]);
                 shell
             }
-            _ => smg(binaries, port, metrics, vllm, &engines),
+            _ => smg(&fleet.binaries, port, metrics, vllm, &engines),
         };
         let list = |items: Vec<String>| items.join(" ");
+        if matches!(kind, Kind::Peer { .. }) {
+            command.env("BENCH_REGULAR", list(fleet.of(&Kind::Direct).await?.decodes.clone()));
+        }
         command
             .env("BENCH_PORT", port.to_string())
             .env("BENCH_METRICS_PORT", metrics.to_string())
@@ -89,12 +145,17 @@ impl Subject {
             .env("BENCH_DECODE", list(engines.decodes.clone()))
             .env("BENCH_MODEL", MODEL);
         let gateway = Process::start(command)?;
-        if vllm {
+        if *kind == Kind::SmgVllm {
             answers(&address, "/liveness").await?;
             register(&address, &engines).await?;
         }
         serves(&address).await?;
-        Ok(Self { kind: kind.clone(), address, gateway: Some(gateway), _engines: engines.processes })
+        Ok(Self { kind: kind.clone(), address, gateway: Some(gateway), _engines: engines })
+    }
+
+    /// Whether engines are asked directly.
+    pub fn is_direct(&self) -> bool {
+        self.kind == Kind::Direct
     }
 
     /// Its name in the table.

@@ -19,14 +19,15 @@ pub fn percentile(durations: &[Duration], share: f64) -> f64 {
 pub struct Rows {
     name: &'static str,
     description: String,
+    base: Option<String>,
     order: Vec<String>,
     figures: BTreeMap<String, Vec<Figures>>,
 }
 
 impl Rows {
-    /// No measurement yet.
-    pub fn new(name: &'static str, description: String) -> Self {
-        Self { name, description, order: Vec::new(), figures: BTreeMap::new() }
+    /// No measurement yet. Ratios are those to `base`.
+    pub fn new(name: &'static str, description: String, base: Option<String>) -> Self {
+        Self { name, description, base, order: Vec::new(), figures: BTreeMap::new() }
     }
 
     /// Adds a repetition of a subject.
@@ -37,10 +38,8 @@ impl Rows {
         self.figures.entry(subject.to_owned()).or_default().push(figures);
     }
 
-    /// A table: medians over the repetitions; in brackets the ratio to the first peer, or to the first gateway when there is none.
+    /// A table: medians over the repetitions; in brackets the ratio to the row of the base with as many workers.
     pub fn render(&self) -> String {
-        let gateways: Vec<&String> = self.order.iter().filter(|name| !name.starts_with("direct")).collect();
-        let base = gateways.iter().find(|name| !name.starts_with("smg")).or_else(|| gateways.first()).copied();
         let columns: Vec<&str> = self
             .order
             .first()
@@ -55,11 +54,17 @@ impl Rows {
         columns.iter().for_each(|_| text.push_str("---:|"));
         for name in &self.order {
             let _ = write!(text, "\n| {name} |");
+            let base = self.base.as_ref().map(|base| {
+                match name.rsplit_once(", ").filter(|_| !self.figures.contains_key(base)) {
+                    Some((_, workers)) => format!("{base}, {workers}"),
+                    None => base.clone(),
+                }
+            });
             for column in &columns {
                 let value = self.median(name, column);
-                let reference = base.map(|base| self.median(base, column)).filter(|value| *value > 0.0);
+                let reference = base.as_deref().map(|base| self.median(base, column)).filter(|value| *value > 0.0);
                 let ratio = reference
-                    .filter(|_| base != Some(name) && !value.is_nan())
+                    .filter(|_| base.as_ref() != Some(name) && !value.is_nan())
                     .map(|reference| format!(" ({:.2}x)", value / reference));
                 let _ = write!(text, " {}{} |", show(value), ratio.unwrap_or_default());
             }

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::Result;
 use crate::load::{self, Shot};
+use crate::process::Process;
 use crate::subject::{Kind, Subject};
 use crate::table::{Figures, percentile};
 
@@ -112,6 +113,42 @@ impl Workload {
         }
     }
 
+    /// Repetitions: memory is that of fresh processes.
+    pub fn repetitions(&self, asked: usize) -> usize {
+        if matches!(self, Workload::Memory { .. }) { 1 } else { asked }
+    }
+
+    /// Adds what can only be said beside the engine that was asked directly in the same repetition.
+    pub fn compare(&self, direct: &Figures, measured: &mut Figures) {
+        let of = |figures: &Figures, wanted: &str| {
+            figures.iter().find(|(name, _)| *name == wanted).map_or(f64::NAN, |(_, value)| *value)
+        };
+        match self {
+            Workload::Latency { .. } => {
+                let [p50, p99] = ["p50 us", "p99 us"].map(|name| of(measured, name) - of(direct, name));
+                measured.extend([("added p50 us", p50), ("added p99 us", p99)]);
+            }
+            Workload::Streams { .. } => {
+                measured.push(("gap p50 / direct", of(measured, "gap p50 us") / of(direct, "gap p50 us")));
+            }
+            _ => {}
+        }
+    }
+
+    /// Leaves all subjects at rest; for each its resident memory in KiB and the share of a core that it used meanwhile.
+    pub async fn rest(&self, subjects: &[Subject]) -> Result<Vec<(u64, f64)>> {
+        let Workload::Memory { idle, .. } = self else { return Ok(Vec::new()) };
+        // What a start leaves behind is not rest.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        let used = || subjects.iter().map(|subject| subject.gateway.as_ref().map_or(Ok(0.0), Process::cpu_seconds));
+        let (started, before) = (Instant::now(), used().collect::<Result<Vec<f64>>>()?);
+        tokio::time::sleep(*idle).await;
+        let (elapsed, after) = (started.elapsed().as_secs_f64(), used().collect::<Result<Vec<f64>>>()?);
+        let shares = before.iter().zip(after).map(|(before, after)| (after - before) / elapsed);
+        let resident = subjects.iter().map(|subject| subject.gateway.as_ref().map_or(Ok(0), Process::resident_kib));
+        resident.zip(shares).map(|(resident, share)| Ok((resident?, share))).collect()
+    }
+
     /// Whether a subject takes part.
     pub fn includes(&self, kind: &Kind) -> bool {
         !matches!((self, kind), (Workload::Memory { .. } | Workload::Scale { .. }, Kind::Direct))
@@ -143,8 +180,8 @@ impl Workload {
         Shot { address: subject.address.clone(), body: Bytes::from(body.to_string()), stream }
     }
 
-    /// Measures a subject once.
-    pub async fn measure(&self, subject: &Subject) -> Result<Figures> {
+    /// Measures a subject once; `rested` is what [`Self::rest`] said of it.
+    pub async fn measure(&self, subject: &Subject, rested: Option<(u64, f64)>) -> Result<Figures> {
         let shot = self.shot(subject);
         let cpu = || subject.gateway.as_ref().map_or(Ok(f64::NAN), |gateway| gateway.cpu_seconds());
         let before = cpu()?;
@@ -179,24 +216,20 @@ impl Workload {
                     ("gateway CPU us/req", used * 1e6 / seen.requests as f64),
                 ])
             }
-            Workload::Memory { streams, idle } => self.memory(subject, &shot, *streams, *idle).await,
+            Workload::Memory { streams, .. } => memory(subject, &shot, *streams, rested.ok_or("not rested")?).await,
         }
     }
+}
 
-    async fn memory(&self, subject: &Subject, shot: &Shot, streams: usize, idle: Duration) -> Result<Figures> {
-        let gateway = subject.gateway.as_ref().ok_or("memory is measured on gateways")?;
-        let (started, before) = (Instant::now(), gateway.cpu_seconds()?);
-        let at_rest = gateway.resident_kib()?;
-        tokio::time::sleep(idle).await;
-        let idle_cpu = (gateway.cpu_seconds()? - before) / started.elapsed().as_secs_f64();
-        let held = load::hold(shot, streams).await?;
-        let loaded = gateway.resident_kib()?;
-        load::finish(held).await?;
-        Ok(vec![
-            ("RSS idle MiB", at_rest as f64 / 1024.0),
-            ("idle CPU %", idle_cpu * 100.0),
-            ("RSS loaded MiB", loaded as f64 / 1024.0),
-            ("KiB/stream", loaded.saturating_sub(at_rest) as f64 / streams as f64),
-        ])
-    }
+async fn memory(subject: &Subject, shot: &Shot, streams: usize, (at_rest, idle_cpu): (u64, f64)) -> Result<Figures> {
+    let gateway = subject.gateway.as_ref().ok_or("memory is measured on gateways")?;
+    let held = load::hold(shot, streams).await?;
+    let loaded = gateway.resident_kib()?;
+    load::finish(held).await?;
+    Ok(vec![
+        ("RSS idle MiB", at_rest as f64 / 1024.0),
+        ("idle CPU %", idle_cpu * 100.0),
+        ("RSS loaded MiB", loaded as f64 / 1024.0),
+        ("KiB/stream", loaded.saturating_sub(at_rest) as f64 / streams as f64),
+    ])
 }

@@ -85,7 +85,7 @@ pub async fn serve(
     let shutdown = Shutdown::default();
     let server = Server::new(serve_options(edge, metrics), shutdown.clone());
     tracing::info!(target: SMG, address = %bound, "serving clients");
-    let listening = server.listen(listener, gateway.router());
+    let listening = server.listen(listener, gateway.api());
     let ending = async {
         signals.next().await;
         gateway.begin_drain();

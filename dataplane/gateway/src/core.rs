@@ -13,12 +13,13 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::clock::Clock;
+use crate::connections::Connections;
 use crate::decision::Decisions;
 use crate::dispatch::leg::LegBody;
 use crate::fleet::table::RoutingTable;
 use crate::options::GatewayOptions;
 
-/// The HTTP client of legs and probes.
+/// The HTTP client of probes and of what operators ask engines.
 pub type HttpClient = Client<HttpConnector, LegBody>;
 
 /// Most bytes of a worker's response that one connection reads ahead, its head included. What a client that stopped reading costs is a
@@ -33,7 +34,9 @@ pub struct Core {
     pub table: ArcSwap<RoutingTable>,
     /// The revision of that table, for those who wait for it.
     pub revision: watch::Sender<u64>,
-    /// Connections to workers.
+    /// Connections of legs to workers.
+    pub connections: Connections,
+    /// For everything else that is asked of workers.
     pub client: HttpClient,
     /// Metrics of the process.
     pub metrics: Arc<Metrics>,
@@ -63,8 +66,10 @@ impl Core {
             .pool_idle_timeout(options.pool_idle_timeout)
             .pool_max_idle_per_host(500)
             .http1_max_buf_size(LEG_BUFFER)
-            .build(connector);
+            .build(connector.clone());
+        let connections = Connections::new(connector, LEG_BUFFER, options.pool_idle_timeout);
         Arc::new(Self {
+            connections,
             client,
             table: ArcSwap::from_pointee(RoutingTable::empty()),
             revision: watch::Sender::new(0),

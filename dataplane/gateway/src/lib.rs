@@ -10,6 +10,7 @@
 //! A gateway needs nothing from the control plane to route: a lost stream delays changes and fails no request.
 
 pub mod clock;
+pub mod connections;
 pub mod core;
 pub mod decision;
 pub mod dispatch;
@@ -25,7 +26,6 @@ pub mod trace;
 
 use std::sync::Arc;
 
-use axum::Router;
 use smg_telemetry::Metrics;
 
 pub use crate::core::Core;
@@ -44,13 +44,14 @@ impl Gateway {
     pub fn start(options: GatewayOptions, metrics: Arc<Metrics>, dial: Dial) -> Self {
         let core = Core::new(options, metrics);
         let link = sync::start(Arc::clone(&core), dial);
+        smg_net::spawn("connection-sweep", connections::sweep_for_ever(Arc::clone(&core)));
         smg_net::spawn("policy-gauges", fleet::policies::show_for_ever(Arc::clone(&core)));
         Self { core, link }
     }
 
     /// The service of its API port.
-    pub fn router(&self) -> Router {
-        front::router(Arc::clone(&self.core), Arc::clone(&self.link))
+    pub fn api(&self) -> front::Api {
+        front::Api::new(Arc::clone(&self.core), Arc::clone(&self.link))
     }
 
     /// What its parts share.

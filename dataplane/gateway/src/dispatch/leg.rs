@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::{HeaderMap, Request, Response, StatusCode};
+use http::{HeaderMap, Request, Response, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use smg_engines::{Route, SplicedBody};
 use tokio::time::Instant;
 
+use crate::connections::{Answer, ExchangeError};
 use crate::core::Core;
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::relay::describe;
@@ -89,16 +89,18 @@ pub async fn send(
     core: &Arc<Core>,
     claim: &mut InFlight,
     route: Route,
-    headers: HeaderMap,
+    mut headers: HeaderMap,
     body: LegBody,
     deadline: Instant,
-) -> Result<Response<Incoming>, LegError> {
+) -> Result<Response<Answer>, LegError> {
     let worker = Arc::clone(claim.worker());
     let mut request = Request::new(body);
     *request.method_mut() = http::Method::POST;
     *request.uri_mut() = worker.target(route);
+    headers.insert(header::HOST, worker.host.clone());
     *request.headers_mut() = headers;
-    let answer = tokio::time::timeout_at(deadline, core.client.request(request)).await;
+    let exchange = core.connections.exchange(worker.runtime.connections(), &worker.address, request);
+    let answer = tokio::time::timeout_at(deadline, exchange).await;
     let error = match answer {
         // 101 is the one status of this class that a client library hands out, and no answer either: nobody asked to switch.
         Ok(Ok(response)) if response.status().is_informational() => {
@@ -112,7 +114,7 @@ pub async fn send(
         }
         Ok(Err(error)) => {
             let message = describe(&error);
-            if error.is_connect() {
+            if matches!(error, ExchangeError::Connect(_)) {
                 ejection::eject(core, &worker, &message);
             }
             LegError { timed_out: false, message }

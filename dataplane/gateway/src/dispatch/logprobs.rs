@@ -9,7 +9,6 @@ use std::time::Instant as StdInstant;
 use axum::body::Body;
 use bytes::Bytes;
 use http::Response;
-use hyper::body::Incoming;
 use prometheus::Histogram;
 use smg_engines::logprobs;
 use smg_telemetry::SMG;
@@ -18,6 +17,7 @@ use super::respond::{self, FirstOutput};
 use super::scope::Scope;
 use super::sequential::read_whole;
 use super::{Failed, Job, leg};
+use crate::connections::Answer;
 use crate::fleet::worker::InFlight;
 use crate::front::error::GatewayError;
 use crate::relay::Rewrite;
@@ -27,7 +27,7 @@ use crate::resilience::breaker::Verdict;
 pub(super) async fn of_prefill(
     job: &Job<'_>,
     mut claim: InFlight,
-    body: Incoming,
+    body: Answer,
     (duration, started): (Histogram, StdInstant),
 ) -> Option<Bytes> {
     let read = read_whole(body, job.deadline).await;
@@ -46,7 +46,7 @@ pub(super) async fn of_prefill(
 pub(super) async fn respond(
     job: &Job<'_>,
     prefill: Option<Bytes>,
-    (decode, mut claim): (Response<Incoming>, InFlight),
+    (decode, mut claim): (Response<Answer>, InFlight),
     scope: &mut Option<Scope>,
     first_output: FirstOutput,
 ) -> Result<Response<Body>, Failed> {

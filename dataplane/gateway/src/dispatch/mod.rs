@@ -27,7 +27,6 @@ use std::sync::Arc;
 
 use axum::body::Body;
 use http::{HeaderMap, Response, StatusCode};
-use hyper::body::Incoming;
 use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_code};
 use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Legs, Route};
@@ -38,6 +37,7 @@ use smg_telemetry::ROUTERS;
 use smg_telemetry::trace::TRACEPARENT;
 use tokio::time::Instant;
 
+use crate::connections::Answer;
 use crate::core::Core;
 use crate::decision::{Attempt, Decision, Millis, Record};
 use crate::fleet::policies;
@@ -60,7 +60,7 @@ pub struct Inbound {
     /// Its body.
     pub body: ClientBody,
     /// Its id: the client's or a minted one.
-    pub request_id: String,
+    pub request_id: Arc<str>,
     /// When it arrived.
     pub arrived: std::time::Instant,
     /// Its trace, if it has one.
@@ -103,7 +103,7 @@ impl Job<'_> {
     }
 
     /// Sends a leg and waits for a 2xx head: an error status fails the attempt as a missing head does.
-    async fn send(&self, claim: &mut InFlight, body: LegBody, codes: LegCodes) -> Result<Response<Incoming>, Failed> {
+    async fn send(&self, claim: &mut InFlight, body: LegBody, codes: LegCodes) -> Result<Response<Answer>, Failed> {
         let worker = Arc::clone(claim.worker());
         let headers = self.headers(&worker);
         let head = leg::send(self.core, claim, self.request.route, headers, body, self.deadline)
@@ -145,7 +145,7 @@ enum Failure {
     /// The gateway's own words.
     Gateway(GatewayError),
     /// An engine's error response, which passes through as it is.
-    Engine { response: Response<Incoming>, code: &'static str },
+    Engine { response: Response<Answer>, code: &'static str },
 }
 
 impl Failed {
@@ -153,7 +153,7 @@ impl Failed {
         Self { failure: Failure::Gateway(error), blamed }
     }
 
-    fn engine(response: Response<Incoming>, code: &'static str, worker: WorkerId) -> Self {
+    fn engine(response: Response<Answer>, code: &'static str, worker: WorkerId) -> Self {
         let blamed = retry::is_retryable(response.status()).then_some(worker);
         Self { failure: Failure::Engine { response, code }, blamed }
     }
@@ -233,7 +233,7 @@ async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>
 
 fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
     Record {
-        request_id: request.request_id.clone(),
+        request_id: request.request_id.to_string(),
         arrived_at_unix_ms: smg_net::unix_millis(),
         endpoint: request.route.endpoint_label(),
         model: model.to_owned(),

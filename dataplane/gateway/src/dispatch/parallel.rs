@@ -10,7 +10,6 @@ use std::time::Instant as StdInstant;
 use axum::body::Body;
 use http::Response;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use smg_engines::sglang::{self, Ranks, Rendezvous, Shape};
 use smg_telemetry::SMG;
 use tokio::time::Instant;
@@ -19,6 +18,7 @@ use super::leg::{self, LegBody};
 use super::race::{self, Lost};
 use super::scope::Scope;
 use super::{Failed, Job, LegCodes, logprobs, respond};
+use crate::connections::Answer;
 use crate::core::Core;
 use crate::decision::Decision;
 use crate::fleet::worker::InFlight;
@@ -95,7 +95,11 @@ pub(super) async fn run(
         (job.decision.clone(), job.attempt),
         job.deadline,
     );
-    job.core.background.spawn(drain);
+    // Most often all of it is there by now.
+    let mut drain = Box::pin(drain);
+    if futures::poll!(&mut drain).is_pending() {
+        job.core.background.spawn(drain);
+    }
     Ok(respond::relay(job, decode_head, decode, scope.take(), true, first_output))
 }
 
@@ -103,7 +107,7 @@ pub(super) async fn run(
 async fn drain_prefill(
     core: Arc<Core>,
     mut claim: InFlight,
-    mut body: Incoming,
+    mut body: Answer,
     duration: prometheus::Histogram,
     started: StdInstant,
     (decision, attempt): (Decision, usize),

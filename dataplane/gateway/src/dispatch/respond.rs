@@ -6,7 +6,6 @@ use std::time::{Duration, Instant as StdInstant};
 use axum::body::Body;
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Response, StatusCode, header};
-use hyper::body::Incoming;
 use prometheus::Histogram;
 use smg_engines::headers::relay_headers;
 use tokio::time::Instant;
@@ -14,6 +13,7 @@ use tokio::time::Instant;
 use super::Job;
 use super::leg::note_error;
 use super::scope::Scope;
+use crate::connections::Answer;
 use crate::core::Core;
 use crate::fleet::worker::InFlight;
 use crate::front::error::mark;
@@ -111,7 +111,7 @@ pub(super) fn whole(
 /// Relays a 2xx response.
 pub(super) fn relay(
     job: &Job<'_>,
-    response: Response<Incoming>,
+    response: Response<Answer>,
     claim: InFlight,
     scope: Option<Scope>,
     pair: bool,
@@ -123,7 +123,7 @@ pub(super) fn relay(
 /// As [`relay`], with the first event of a stream rewritten.
 pub(super) fn relay_rewriting(
     job: &Job<'_>,
-    response: Response<Incoming>,
+    response: Response<Answer>,
     claim: InFlight,
     scope: Option<Scope>,
     pair: bool,
@@ -170,7 +170,7 @@ impl OnEnd for Nothing {
 /// An engine's error response: its status, content type and bytes as they are, our code beside them.
 pub(super) fn pass_error_through(
     core: &Core,
-    response: Response<Incoming>,
+    response: Response<Answer>,
     code: &'static str,
     deadline: Instant,
 ) -> Response<Body> {

@@ -12,7 +12,6 @@ use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use http::Response;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use smg_engines::SplicedBody;
 use smg_engines::vllm::{self, Handoff, HandoffSource, Plan};
 use smg_fleet::Runtime;
@@ -23,6 +22,7 @@ use uuid::Uuid;
 use super::leg::{self, LegBody, LegError};
 use super::scope::Scope;
 use super::{Failed, Job, LegCodes, respond};
+use crate::connections::Answer;
 use crate::fleet::worker::InFlight;
 use crate::front::error::GatewayError;
 use crate::relay::describe;
@@ -112,7 +112,7 @@ pub(super) async fn run_decode(
 }
 
 /// Reads the whole body of a leg.
-pub(super) async fn read_whole(mut body: Incoming, deadline: Instant) -> Result<Bytes, LegError> {
+pub(super) async fn read_whole(mut body: Answer, deadline: Instant) -> Result<Bytes, LegError> {
     let broken = |message: String| LegError { timed_out: false, message };
     let read = async {
         let mut whole = BytesMut::new();

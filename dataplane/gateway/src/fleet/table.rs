@@ -227,6 +227,11 @@ impl RoutingTable {
         self.runtimes.get(&id)
     }
 
+    /// What this gateway knows about every worker.
+    pub fn runtimes(&self) -> impl Iterator<Item = &Arc<WorkerRuntime>> {
+        self.runtimes.values()
+    }
+
     /// The pools, each once.
     pub fn pools(&self) -> impl Iterator<Item = &Arc<ModelPool>> {
         self.canonical.iter().filter_map(|model| self.models.get(model)).chain(self.wildcard.as_ref())

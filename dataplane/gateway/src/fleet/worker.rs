@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use http::{StatusCode, Uri};
+use http::{HeaderValue, StatusCode, Uri};
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntGauge};
 use smg_engines::vllm::{Connector, MooncakePeer};
@@ -21,6 +21,7 @@ use smg_fleet::{Runtime, Settings, WorkerId, WorkerType, WorkerUrl};
 use smg_telemetry::{Metrics, SMG};
 
 use crate::clock::Clock;
+use crate::connections::Pool;
 use crate::resilience::breaker::{Admission, Breaker, Phase, Verdict};
 use crate::resilience::retry;
 
@@ -31,6 +32,7 @@ pub struct WorkerRuntime {
     load: AtomicU64,
     breaker: Mutex<Breaker>,
     unreachable: AtomicBool,
+    connections: Arc<Pool>,
     /// Its series are removed and must not come back.
     gone: AtomicBool,
     active: IntGauge,
@@ -38,6 +40,8 @@ pub struct WorkerRuntime {
     breaker_failures: IntGauge,
     breaker_successes: IntGauge,
     stalled: IntGauge,
+    succeeded: IntCounter,
+    failed: IntCounter,
     clock: Clock,
     metrics: Arc<Metrics>,
 }
@@ -50,12 +54,15 @@ impl WorkerRuntime {
             load: AtomicU64::new(0),
             breaker: Mutex::default(),
             unreachable: AtomicBool::new(false),
+            connections: Arc::default(),
             gone: AtomicBool::new(false),
             active: metrics.worker_requests_active.with_label_values(&[url]),
             breaker_state: metrics.worker_cb_state.with_label_values(&[url]),
             breaker_failures: metrics.worker_cb_consecutive_failures.with_label_values(&[url]),
             breaker_successes: metrics.worker_cb_consecutive_successes.with_label_values(&[url]),
             stalled: metrics.worker_stalled.with_label_values(&[url, "unreachable"]),
+            succeeded: metrics.worker_cb_outcomes.with_label_values(&[url, "success"]),
+            failed: metrics.worker_cb_outcomes.with_label_values(&[url, "failure"]),
             clock,
             metrics,
         }
@@ -64,6 +71,11 @@ impl WorkerRuntime {
     /// In-flight requests of this gateway.
     pub fn load(&self) -> u64 {
         self.load.load(Ordering::Relaxed)
+    }
+
+    /// Connections at rest.
+    pub fn connections(&self) -> &Arc<Pool> {
+        &self.connections
     }
 
     /// The breaker's phase.
@@ -155,7 +167,11 @@ pub struct RoutedWorker {
     pub dp_rank: Option<u32>,
     /// Breaker settings of this worker.
     pub breaker: BreakerSettings,
-    /// Request targets, in the order of [`Route::ALL`].
+    /// Where it is connected to.
+    pub address: Uri,
+    /// Its name in requests.
+    pub host: HeaderValue,
+    /// Request targets, in the order of [`Route::ALL`]: paths.
     routes: Vec<Uri>,
     requests: IntCounter,
 }
@@ -169,8 +185,15 @@ impl RoutedWorker {
         metrics: &Metrics,
     ) -> Option<Self> {
         let url = record.url().ok()?;
-        let target = |route: Route| format!("{}{}", url.as_str(), route.path()).parse::<Uri>().ok();
+        let address = url.as_str().parse::<Uri>().ok()?;
+        let prefix = address.path().trim_end_matches('/');
+        let target = |route: Route| format!("{prefix}{}", route.path()).parse::<Uri>().ok();
         let routes = Route::ALL.into_iter().map(target).collect::<Option<Vec<_>>>()?;
+        // The port of the scheme is not named (RFC 9110, section 7.2).
+        let host = match url.port().filter(|port| *port != 80) {
+            Some(port) => format!("{}:{port}", url.host()),
+            None => url.host().to_owned(),
+        };
         let bootstrap_host = sglang::bootstrap_host(url.as_str())?;
         let spec = &record.spec;
         let mooncake = MooncakePeer::resolve(
@@ -193,7 +216,9 @@ impl RoutedWorker {
             dp_rank: record.label("dp_rank").and_then(|rank| rank.parse().ok()),
             breaker: breaker_settings(&record, settings),
             runtime,
+            host: HeaderValue::try_from(host).ok()?,
             url,
+            address,
             routes,
             requests,
             record,
@@ -306,15 +331,12 @@ impl Drop for InFlight {
         };
         runtime.breaker_failures.set(i64::from(failures));
         runtime.breaker_successes.set(i64::from(successes));
-        let outcome = match self.verdict {
-            Verdict::Success => Some("success"),
-            Verdict::Failure => Some("failure"),
-            Verdict::Neutral => None,
-        };
-        if let Some(outcome) = outcome.filter(|_| !runtime.is_gone()) {
-            runtime.metrics.worker_cb_outcomes.with_label_values(&[self.worker.url.as_str(), outcome]).inc();
-            runtime.note_transition(transition);
+        match self.verdict {
+            Verdict::Success => runtime.succeeded.inc(),
+            Verdict::Failure => runtime.failed.inc(),
+            Verdict::Neutral => {}
         }
+        runtime.note_transition(transition);
         // Last: whoever sees the worker idle sees how its requests ended.
         runtime.load.fetch_sub(1, Ordering::Relaxed);
         runtime.active.dec();

@@ -4,18 +4,26 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::body::Body;
-use axum::extract::Request;
-use http::{HeaderMap, Response};
+use bytes::Bytes;
+use http::{HeaderMap, Request, Response};
 use smg_engines::{ClientBody, Route};
 
 use super::intake;
-use super::observe::RequestId;
 use crate::core::Core;
 use crate::dispatch::explain::DECISION;
 use crate::dispatch::{self, Inbound};
 use crate::trace::RequestTrace;
 
-pub(super) async fn handle(core: Arc<Core>, route: Route, request: Request) -> Response<Body> {
+/// Answers an inference request.
+pub(super) async fn handle<B>(
+    core: Arc<Core>,
+    route: Route,
+    request: Request<B>,
+    request_id: Arc<str>,
+) -> Response<Body>
+where
+    B: http_body::Body<Data = Bytes, Error: std::error::Error> + Unpin + Send + 'static,
+{
     let arrived = Instant::now();
     let (head, body) = request.into_parts();
     let limit = core.options.max_payload_bytes;
@@ -27,7 +35,6 @@ pub(super) async fn handle(core: Arc<Core>, route: Route, request: Request) -> R
         Ok(body) => body,
         Err(error) => return super::error::GatewayError::Body(error).into_response(),
     };
-    let request_id = head.extensions.get::<RequestId>().map(|id| id.0.to_string()).unwrap_or_default();
     let trace = head.extensions.get::<Arc<RequestTrace>>().cloned();
     let explain = asks_for_the_decision(&head.headers);
     dispatch::serve(&core, Inbound { route, headers: head.headers, body, request_id, arrived, trace, explain }).await

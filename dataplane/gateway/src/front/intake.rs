@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header};
+use http_body::Body;
 use http_body_util::BodyExt;
 
 use super::error::GatewayError;
@@ -20,7 +20,10 @@ const LINGER: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// When it is too large (before reading, if it says so), stands still for `stall`, or breaks off.
-pub async fn read(headers: &HeaderMap, mut body: Body, limit: usize, stall: Duration) -> Result<Bytes, GatewayError> {
+pub async fn read<B>(headers: &HeaderMap, mut body: B, limit: usize, stall: Duration) -> Result<Bytes, GatewayError>
+where
+    B: Body<Data = Bytes, Error: std::error::Error> + Unpin + Send + 'static,
+{
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|length| length > limit as u64) {
         linger(body);
@@ -52,7 +55,7 @@ pub async fn read(headers: &HeaderMap, mut body: Body, limit: usize, stall: Dura
 }
 
 /// Takes and drops the rest of a refused upload while its answer is on the way, within bounds.
-fn linger(mut body: Body) {
+fn linger<B: Body<Data = Bytes> + Unpin + Send + 'static>(mut body: B) {
     let rest = async move {
         let mut taken = 0;
         while taken < LINGER_BYTES
@@ -67,6 +70,7 @@ fn linger(mut body: Body) {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use axum::body::Body;
     use futures::stream;
 
     use super::*;

@@ -9,19 +9,26 @@ mod observe;
 mod probes;
 pub mod request_id;
 
+use std::borrow::Cow;
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
-use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware;
 use axum::routing::{any, get, post};
-use http::Response;
+use axum::{Extension, Router};
+use http::{Method, Response};
+use hyper::body::Incoming;
 use smg_engines::Route;
 
 use crate::core::Core;
 use crate::sync::Link;
 use error::GatewayError;
+use observe::RequestId;
 
 /// What handlers share.
 #[derive(Clone)]
@@ -32,14 +39,59 @@ pub struct Front {
     pub link: Arc<Link>,
 }
 
-/// The router of a gateway's API port.
-pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
-    let front = Front { core, link };
+/// The service of a gateway's API port: inference by the shortest way, everything else through a router.
+#[derive(Clone)]
+pub struct Api {
+    front: Front,
+    router: Router,
+}
+
+impl Api {
+    /// The service of a gateway.
+    pub fn new(core: Arc<Core>, link: Arc<Link>) -> Self {
+        let front = Front { core, link };
+        Self { router: router(front.clone()), front }
+    }
+}
+
+impl tower::Service<http::Request<Incoming>> for Api {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Incoming>) -> Self::Future {
+        let path = request.uri().path();
+        let inference = Route::ALL.into_iter().find(|route| route.path() == path && request.method() == Method::POST);
+        match inference {
+            Some(route) => {
+                let front = self.front.clone();
+                Box::pin(async move {
+                    let answer = |request, id| infer::handle(Arc::clone(&front.core), route, request, id);
+                    Ok(observe::observed(&front, Cow::Borrowed(route.path()), request, answer).await)
+                })
+            }
+            None => Box::pin(tower::Service::call(&mut self.router, request)),
+        }
+    }
+}
+
+/// An inference request that came through the router.
+async fn routed(route: Route, state: State<Front>, id: Extension<RequestId>, request: Request) -> Response<Body> {
+    infer::handle(state.0.core, route, request, id.0.0).await
+}
+
+fn router(front: Front) -> Router {
     let mut router = Router::new();
     for route in Route::ALL {
         router = router.route(
             route.path(),
-            post(move |state: State<Front>, request: Request| infer::handle(state.0.core, route, request)),
+            post(move |state: State<Front>, id: Extension<RequestId>, request: Request| {
+                routed(route, state, id, request)
+            }),
         );
     }
     router
@@ -50,7 +102,9 @@ pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
         .route("/v1/models/{*id}", get(probes::model))
         .route(
             "/rerank",
-            post(|state: State<Front>, request: Request| infer::handle(state.0.core, Route::Rerank, request)),
+            post(|state: State<Front>, id: Extension<RequestId>, request: Request| {
+                routed(Route::Rerank, state, id, request)
+            }),
         )
         .route("/get_server_info", get(engines::server_info))
         .route("/get_model_info", get(engines::model_info))
@@ -69,7 +123,7 @@ pub fn router(core: Arc<Core>, link: Arc<Link>) -> Router {
         .route("/fleet/cluster", any(admin::forward))
         .fallback(unknown_url)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(middleware::from_fn_with_state(front.clone(), observe::observe))
+        .layer(middleware::from_fn_with_state(front.clone(), observe::routed))
         .with_state(front)
 }
 

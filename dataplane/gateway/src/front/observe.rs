@@ -2,16 +2,18 @@
 //!
 //! A request counts as active until its response body has ended, not until its head is sent.
 
+use std::borrow::Cow;
+use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use axum::body::Body;
-use axum::extract::{MatchedPath, Request, State};
+use axum::extract::{MatchedPath, State};
 use axum::middleware::Next;
 use bytes::Bytes;
-use http::{HeaderValue, Method, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use smg_telemetry::Metrics;
 use smg_telemetry::trace::{TRACEPARENT, Value};
@@ -27,16 +29,30 @@ pub struct RequestId(pub Arc<str>);
 /// Paths of unknown routes are the client's invention: they share one label.
 const OTHER: &str = "other";
 
-pub(super) async fn observe(State(front): State<Front>, mut request: Request, next: Next) -> Response<Body> {
+/// Observes what the router answers.
+pub(super) async fn routed(State(front): State<Front>, request: axum::extract::Request, next: Next) -> Response<Body> {
+    let matched = request.extensions().get::<MatchedPath>().map(|matched| Cow::Owned(matched.as_str().to_owned()));
+    observed(&front, matched.unwrap_or(Cow::Borrowed(OTHER)), request, |mut request, id| {
+        request.extensions_mut().insert(RequestId(id));
+        next.run(request)
+    })
+    .await
+}
+
+/// Answers a request with `answer`, which gets its id too. `path` is the route, a label. Every request comes through here, whichever way it
+/// is answered: what must hold for all of them belongs here.
+pub(super) async fn observed<B, F: Future<Output = Response<Body>>>(
+    front: &Front,
+    path: Cow<'static, str>,
+    mut request: Request<B>,
+    answer: impl FnOnce(Request<B>, Arc<str>) -> F,
+) -> Response<Body> {
     let metrics = Arc::clone(&front.core.metrics);
-    let matched = request.extensions().get::<MatchedPath>().cloned();
-    let path = matched.as_ref().map_or(OTHER, MatchedPath::as_str).to_owned();
     let method = method_label(request.method());
     let id = request_id::of(request.headers(), &front.core.options.request_id_headers, request.uri().path());
     let id: Arc<str> = Arc::from(id);
-    request.extensions_mut().insert(RequestId(Arc::clone(&id)));
-    metrics.http_requests.with_label_values(&[method, &path]).inc();
-    let probe = matches!(path.as_str(), "/health" | "/liveness" | "/readiness");
+    metrics.http_requests.with_label_values(&[method, &*path]).inc();
+    let probe = matches!(&*path, "/health" | "/liveness" | "/readiness");
     let tracer = front.core.options.tracer.as_ref().filter(|_| !probe);
     let trace = tracer.and_then(|tracer| RequestTrace::begin(tracer, request.headers()));
     if let Some(trace) = &trace {
@@ -48,7 +64,7 @@ pub(super) async fn observe(State(front): State<Front>, mut request: Request, ne
     let anthropic_path = request.uri().path().starts_with("/v1/messages");
     let anthropic_client = request.headers().contains_key("anthropic-version");
 
-    let mut response = next.run(request).await;
+    let mut response = answer(request, Arc::clone(&id)).await;
 
     if anthropic_path || (anthropic_client && response.status() == StatusCode::NOT_FOUND) {
         response = in_anthropic_shape(response, &id);
@@ -56,7 +72,7 @@ pub(super) async fn observe(State(front): State<Front>, mut request: Request, ne
 
     let status = response.status();
     let code = response.extensions().get::<ErrorCode>().map_or("", |code| code.0);
-    active.metrics.http_responses.with_label_values(&[active.path.as_str(), status.as_str(), code]).inc();
+    active.metrics.http_responses.with_label_values(&[&*active.path, status.as_str(), code]).inc();
     active.answered = Some((status, code));
     if status.is_server_error() && !probe {
         tracing::warn!(target: "smg::response", request_id = %id, path = %active.path, %status, code, "request failed");
@@ -86,7 +102,7 @@ fn method_label(method: &Method) -> &'static str {
 struct Active {
     metrics: Arc<Metrics>,
     method: &'static str,
-    path: String,
+    path: Cow<'static, str>,
     started: Instant,
     /// The request's trace and id, if it is traced.
     trace: Option<(Arc<RequestTrace>, Arc<str>)>,
@@ -94,7 +110,7 @@ struct Active {
 }
 
 impl Active {
-    fn new(metrics: Arc<Metrics>, method: &'static str, path: String) -> Self {
+    fn new(metrics: Arc<Metrics>, method: &'static str, path: Cow<'static, str>) -> Self {
         metrics.http_requests_active.inc();
         Self { metrics, method, path, started: Instant::now(), trace: None, answered: None }
     }
@@ -105,7 +121,7 @@ impl Drop for Active {
         self.metrics.http_requests_active.dec();
         self.metrics
             .http_request_duration
-            .with_label_values(&[self.method, self.path.as_str()])
+            .with_label_values(&[self.method, &*self.path])
             .observe(self.started.elapsed().as_secs_f64());
         if let Some((trace, id)) = self.trace.take() {
             self.record_trace(&trace, &id);
@@ -117,7 +133,7 @@ impl Active {
     fn record_trace(&self, trace: &RequestTrace, id: &str) {
         let mut attributes = vec![
             ("http.request.method", Value::from(self.method)),
-            ("http.route", self.path.as_str().into()),
+            ("http.route", (&*self.path).into()),
             ("smg.request_id", id.into()),
         ];
         let error = match self.answered {

@@ -15,11 +15,12 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use serde_json::json;
 use tokio::time::{Instant, Sleep};
 
 use sse::Scanner;
+
+use crate::connections::Answer;
 
 /// How long an engine may keep its connection open after the end marker before the response ends without it.
 const AFTER_DONE: Duration = Duration::from_secs(1);
@@ -88,14 +89,22 @@ pub trait OnEnd: Send + 'static {
 
 /// An engine's response body on its way to the client.
 pub struct Relay<E: OnEnd> {
-    upstream: Incoming,
+    upstream: Answer,
     events: Option<Scanner>,
     dialect: Dialect,
     output: bool,
     finished: bool,
-    done: Option<Pin<Box<Sleep>>>,
-    deadline: Pin<Box<Sleep>>,
-    keep_alive: Option<(Duration, Pin<Box<Sleep>>)>,
+    /// How the body breaks off, once what came before is on its way.
+    broken: Option<BrokenBody>,
+    /// When the response ends, once the end marker has passed.
+    done: Option<Instant>,
+    deadline: Instant,
+    /// After how much silence a comment is sent.
+    keep_alive: Option<Duration>,
+    /// The end of the last silence.
+    heard: Instant,
+    /// One timer for all of these, set when there is first something to wait for.
+    timer: Option<Pin<Box<Sleep>>>,
     first_event: Option<FirstEvent>,
     on_end: Option<E>,
 }
@@ -128,24 +137,24 @@ impl<E: OnEnd> Relay<E> {
     /// Forwards `upstream` until `deadline`. `events` = the body is a stream of server-sent events of this dialect, kept alive after
     /// `keep_alive` of silence.
     pub fn new(
-        upstream: Incoming,
+        upstream: Answer,
         events: Option<Dialect>,
         deadline: Instant,
         keep_alive: Option<Duration>,
         on_end: E,
     ) -> Self {
-        let keep_alive = keep_alive
-            .filter(|period| events.is_some() && !period.is_zero())
-            .map(|period| (period, Box::pin(tokio::time::sleep(period))));
         Self {
             upstream,
             events: events.map(|_| Scanner::default()),
             dialect: events.unwrap_or_default(),
             output: false,
             finished: false,
+            broken: None,
             done: None,
-            deadline: Box::pin(tokio::time::sleep_until(deadline)),
-            keep_alive,
+            deadline,
+            keep_alive: keep_alive.filter(|period| events.is_some() && !period.is_zero()),
+            heard: Instant::now(),
+            timer: None,
             first_event: None,
             on_end: Some(on_end),
         }
@@ -166,12 +175,22 @@ impl<E: OnEnd> Relay<E> {
     }
 
     /// Ends a broken body: an event for streams of events, an aborted body for the rest.
-    fn break_off(&mut self, ended: Ended, message: &str) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
+    fn break_off(
+        &mut self,
+        ended: Ended,
+        message: &str,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
         let frame = self.events.as_ref().map(|scanner| self.dialect.error_event(message, scanner.at_boundary()));
         self.end(ended);
         match frame {
             Some(frame) => Poll::Ready(Some(Ok(Frame::data(frame)))),
-            None => Poll::Ready(Some(Err(BrokenBody(message.to_owned())))),
+            None => {
+                // An error drops what the server has not sent yet, the head too: it comes with the next poll.
+                self.broken = Some(BrokenBody(message.to_owned()));
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }
         }
     }
 
@@ -181,7 +200,7 @@ impl<E: OnEnd> Relay<E> {
         if let Some(scanner) = &mut self.events {
             if let Some(end) = scanner.feed(&data) {
                 data.truncate(end);
-                self.done = Some(Box::pin(tokio::time::sleep(AFTER_DONE)));
+                self.done = Some(Instant::now() + AFTER_DONE);
             }
             output = scanner.has_output();
         }
@@ -214,6 +233,9 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
         let this = &mut *self;
+        if let Some(broken) = this.broken.take() {
+            return Poll::Ready(Some(Err(broken)));
+        }
         while !this.finished {
             let polled = match Pin::new(&mut this.upstream).poll_frame(cx) {
                 Poll::Ready(polled) => polled,
@@ -222,16 +244,16 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
                     if this.finished {
                         break;
                     }
-                    if this.deadline.is_elapsed() {
-                        return this.break_off(Ended::TimedOut, "Stream error: the request timed out");
+                    if this.deadline <= Instant::now() {
+                        return this.break_off(Ended::TimedOut, "Stream error: the request timed out", cx);
                     }
                     return Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(this.dialect.keep_alive())))));
                 }
             };
             match polled {
                 Some(Ok(frame)) => {
-                    if let Some((period, sleep)) = &mut this.keep_alive {
-                        sleep.as_mut().reset(Instant::now() + *period);
+                    if this.keep_alive.is_some() {
+                        this.heard = Instant::now();
                     }
                     match frame.into_data() {
                         // Late output of an engine that has already ended its stream.
@@ -258,7 +280,7 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
                 Some(Err(_)) if this.done.is_some() => this.end(Ended::Complete),
                 Some(Err(error)) => {
                     let message = format!("Stream error: {}", describe(&error));
-                    return this.break_off(Ended::Broken(message.clone()), &message);
+                    return this.break_off(Ended::Broken(message.clone()), &message, cx);
                 }
             }
         }
@@ -266,7 +288,7 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.finished
+        self.finished && self.broken.is_none()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -275,25 +297,34 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
 }
 
 impl<E: OnEnd> Relay<E> {
-    /// Ready when a timer wants something: the end after the end marker, the deadline, or a keep-alive comment.
+    /// Ready when time wants something: the end after the end marker, the deadline, or a keep-alive comment.
     fn poll_timers(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if let Some(done) = &mut self.done {
-            ready!(done.as_mut().poll(cx));
-            self.end(Ended::Complete);
-            return Poll::Ready(());
-        }
-        if self.deadline.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(());
-        }
-        if let Some((period, sleep)) = &mut self.keep_alive {
-            while sleep.as_mut().poll(cx).is_ready() {
-                sleep.as_mut().reset(Instant::now() + *period);
-                if self.events.as_ref().is_some_and(Scanner::at_boundary) {
-                    return Poll::Ready(());
-                }
+        loop {
+            let silence = self.keep_alive.map(|period| self.heard + period);
+            let next = self.done.unwrap_or_else(|| silence.map_or(self.deadline, |silence| silence.min(self.deadline)));
+            let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(next)));
+            // A timer that rings too early is asked again: that is cheaper than to set it anew for each token.
+            if timer.deadline() > next {
+                timer.as_mut().reset(next);
+            }
+            ready!(timer.as_mut().poll(cx));
+            let now = Instant::now();
+            if now < next {
+                timer.as_mut().reset(next);
+                continue;
+            }
+            if self.done.is_some() {
+                self.end(Ended::Complete);
+                return Poll::Ready(());
+            }
+            if now >= self.deadline {
+                return Poll::Ready(());
+            }
+            self.heard = now;
+            if self.events.as_ref().is_some_and(Scanner::at_boundary) {
+                return Poll::Ready(());
             }
         }
-        Poll::Pending
     }
 }
 

@@ -24,7 +24,8 @@ when it is asked alone, without `smg`, and computes the whole prompt.
 
 vLLM {vllm} (CPU build, float32), NIXL {nixl} with UCX over TCP and shared memory, Mooncake {mooncake} over TCP, a Qwen3 of
 two layers with random weights, greedy choices. One machine of {processors} processors, everything on loopback, `smg` as a
-debug build: times say nothing about speed. How to run it: [operations](../operations/README.md#against-real-engines).
+debug build: times say nothing about speed. MooncakeConnector does not start without a GPU; its servers run with one patched call
+(`tests/e2e-vllm/mooncake_plugin`), in a network namespace, and are told to the gateway with their engine id. How to run it: [operations](../operations/README.md#against-real-engines).
 
 {tables}
 """

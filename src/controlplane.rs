@@ -26,7 +26,11 @@ pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
         RaftOptions::new(args.data_dir.join(STATE_DIRECTORY), args.peer_listen.to_string()).bootstrap(args.bootstrap);
     let store = RaftStore::open(options).await?;
     let mut failure = store.failure();
-    let control_plane = ControlPlane::start(ControlPlaneOptions::new(Arc::clone(&store) as _, metrics));
+    let control_plane = ControlPlane::start(ControlPlaneOptions {
+        access: process::access(&args.tokens, None)?,
+        worker_tls: Some(process::worker_tls(&args.worker_tls)?),
+        ..ControlPlaneOptions::new(Arc::clone(&store) as _, metrics)
+    });
 
     let listener =
         bind(args.listen).map_err(|error| RunError::start(&format!("admin API on {}", args.listen), error))?;

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use smg_gateway::{Dial, Gateway, GatewayOptions};
-use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_gateway::{AdmissionOptions, Dial, Gateway, GatewayOptions, Keys};
+use smg_net::patience::Patience;
+use smg_net::serve::{ConnectionEvent, ServeOptions, Server, Shutdown, bind};
+use smg_net::tls::ServerTls;
 use smg_telemetry::trace::Tracer;
 use smg_telemetry::{Metrics, SMG};
 use uuid::Uuid;
@@ -25,7 +27,8 @@ pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
         tracer: tracer(&args.edge, &gateway_id, &metrics)?,
         gateway_id,
         data_dir: args.data_dir,
-        ..options(&args.edge)
+        worker_tls: Some(process::worker_tls(&args.worker_tls)?),
+        ..options(&args.edge, args.keys)
     };
     let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Tcp(args.controlplane));
     let grace = Duration::from_secs(args.process.shutdown_grace_period_secs);
@@ -57,9 +60,13 @@ fn seconds(secs: u64) -> Duration {
 }
 
 /// How the flags of the client edge configure a gateway.
-pub fn options(edge: &EdgeArgs) -> GatewayOptions {
+pub fn options(edge: &EdgeArgs, keys: Keys) -> GatewayOptions {
     let or_for_ever = |secs: u64| if secs == 0 { FOR_EVER } else { seconds(secs) };
     GatewayOptions {
+        admission: admission(edge),
+        // Checked with the command line.
+        cors_origins: edge.cors_origins().unwrap_or_default(),
+        upload_timeout: or_for_ever(edge.request_body_timeout_secs),
         max_payload_bytes: usize::try_from(edge.max_payload_size).unwrap_or(usize::MAX),
         upload_stall_timeout: or_for_ever(edge.stream_body_stall_timeout_secs),
         request_timeout: seconds(edge.request_timeout_secs),
@@ -67,8 +74,20 @@ pub fn options(edge: &EdgeArgs) -> GatewayOptions {
         sse_keep_alive: seconds(edge.sse_keepalive_secs),
         request_id_headers: edge.request_id_headers(),
         routing_key_headers: edge.routing_key_headers(),
+        keys,
         ..GatewayOptions::default()
     }
+}
+
+/// The limit of concurrent requests. Unless a number is given it follows the machine: 1024 for each core, at least 4096.
+fn admission(edge: &EdgeArgs) -> Option<AdmissionOptions> {
+    let limit = match usize::try_from(edge.max_concurrent_requests) {
+        Ok(0) => return None,
+        Ok(limit) => limit,
+        Err(_) => std::thread::available_parallelism().map_or(1, usize::from).saturating_mul(1024).max(4096),
+    };
+    let (wait, rate) = (seconds(edge.queue_timeout_secs), edge.rate());
+    Some(AdmissionOptions { limit, queue: edge.queue_size, wait, rate })
 }
 
 /// Serves clients until the first signal, then drains.
@@ -83,8 +102,12 @@ pub async fn serve(
     let listener = bind(address).map_err(|error| RunError::start(&format!("clients on {address}"), error))?;
     let bound = listener.local_addr().map_err(|error| RunError::start("clients", error))?;
     let shutdown = Shutdown::default();
-    let server = Server::new(serve_options(edge, metrics), shutdown.clone());
-    tracing::info!(target: SMG, address = %bound, "serving clients");
+    let tls = edge.tls().map(ServerTls::load).transpose().map_err(|error| RunError::start("TLS", error))?;
+    let server = Server::new(serve_options(edge, tls.clone(), metrics), shutdown.clone());
+    tracing::info!(target: SMG, address = %bound, tls = tls.is_some(), "serving clients");
+    if let Some(tls) = tls {
+        smg_net::spawn("tls-files", tls.follow());
+    }
     let listening = server.listen(listener, gateway.api());
     let ending = async {
         signals.next().await;
@@ -97,13 +120,21 @@ pub async fn serve(
     Ok(())
 }
 
-fn serve_options(edge: &EdgeArgs, metrics: &Arc<Metrics>) -> ServeOptions {
-    let connections = metrics.http_connections_active.clone();
-    // The time to read a head includes the idle time before it: the longer of the two limits holds for both.
-    let patience = edge.header_read_timeout_secs.max(edge.idle_connection_timeout_secs);
-    let unlimited = edge.header_read_timeout_secs == 0 || edge.idle_connection_timeout_secs == 0;
+fn serve_options(edge: &EdgeArgs, tls: Option<Arc<ServerTls>>, metrics: &Arc<Metrics>) -> ServeOptions {
+    let or_never = |secs: u64| (secs > 0).then(|| seconds(secs));
+    let (open, timeouts) = (metrics.http_connections_active.clone(), metrics.http_connection_timeouts.clone());
+    let observer = move |event| match event {
+        ConnectionEvent::Opened => open.inc(),
+        ConnectionEvent::Closed => open.dec(),
+        ConnectionEvent::TimedOut(timeout) => timeouts.with_label_values(&[timeout.as_str()]).inc(),
+    };
     ServeOptions {
-        header_read_timeout: if unlimited { FOR_EVER } else { seconds(patience) },
-        observer: Some(Arc::new(move |change| connections.add(change))),
+        patience: Patience {
+            header_read: or_never(edge.header_read_timeout_secs),
+            idle: or_never(edge.idle_connection_timeout_secs),
+            max_age: or_never(edge.max_connection_age_secs),
+        },
+        tls,
+        observer: Some(Arc::new(observer)),
     }
 }

@@ -32,11 +32,16 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
     let (pd, workers) = (args.pd_disaggregation, args.startup_workers.len());
     tracing::info!(target: SMG, metrics = %metrics_address, pd_disaggregation = pd, startup_workers = workers, "starting");
 
+    let worker_tls = process::worker_tls(&args.worker_tls)?;
     // Without a directory of the operator's, the state dies with the process.
     let (directory, _temporary) = data_directory(args.data_dir.clone())?;
     let state = directory.join(STATE_DIRECTORY);
     let store = RaftStore::open(RaftOptions::new(state, "in-process").bootstrap(true)).await?;
-    let control_plane = ControlPlane::start(ControlPlaneOptions::new(Arc::clone(&store) as _, Arc::clone(&metrics)));
+    let control_plane = ControlPlane::start(ControlPlaneOptions {
+        access: process::access(&args.tokens, args.keys.gateway)?,
+        worker_tls: Some(worker_tls.clone()),
+        ..ControlPlaneOptions::new(Arc::clone(&store) as _, Arc::clone(&metrics))
+    });
     control_plane
         .apply_startup(args.startup_workers, args.startup_policy)
         .await
@@ -63,7 +68,8 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
         gateway_id,
         // The store is durable here: a second copy of its state has no use.
         data_dir: None,
-        ..gateway::options(&args.edge)
+        worker_tls: Some(worker_tls),
+        ..gateway::options(&args.edge, args.keys)
     };
     let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Memory(connector));
     smg_net::spawn("store-failure", report_store_failure(Arc::clone(&store), Arc::clone(gateway.link())));

@@ -13,7 +13,9 @@ use std::process::ExitCode;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
-    let invocation = match cli::parse(std::env::args_os(), |name| std::env::var_os(name).is_some()) {
+    let invocation = match cli::parse(std::env::args_os(), |name| {
+        std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+    }) {
         Ok(invocation) => invocation,
         Err(error) => {
             complain(&error);

@@ -16,15 +16,20 @@ use axum::Router;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
+use smg_controlplane::admin::access::AccessOptions;
+use smg_fleet::{Role, StartupToken, TokenHash};
 use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_net::tls::{ClientConfig, ClientFiles};
 use smg_telemetry::logs::{self, LogOptions};
 use smg_telemetry::metrics::{CONTENT_TYPE, DURATION_BUCKETS};
 use smg_telemetry::{Metrics, SMG};
 use thiserror::Error;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::cli::ProcessArgs;
+use crate::cli::{BOOTSTRAP, ProcessArgs, TokenArgs};
 
+/// Shortest token accepted from a file: anything shorter can be guessed from its digest.
+const MIN_TOKEN_BYTES: usize = 16;
 /// Longest notice given before the listener closes.
 const MAX_NOTICE: Duration = Duration::from_secs(5);
 
@@ -116,6 +121,34 @@ fn show_runtime(metrics: &Metrics) {
     metrics.tokio_workers.set(count(runtime.num_workers()));
     metrics.tokio_alive_tasks.set(count(runtime.num_alive_tasks()));
     metrics.tokio_global_queue_depth.set(count(runtime.global_queue_depth()));
+}
+
+/// Who may call the admin API, as the flags say it. `shared_key` is the key of a client edge in the same process.
+///
+/// # Errors
+/// When the file with a token cannot be read, or holds none.
+pub fn access(args: &TokenArgs, shared_key: Option<TokenHash>) -> Result<AccessOptions, RunError> {
+    let mut startup_tokens = args.tokens.clone();
+    if let Some(file) = &args.file {
+        let what = format!("--admin-token-file {}", file.display());
+        let content = std::fs::read_to_string(file).map_err(|error| RunError::start(&what, error))?;
+        let secret = content.trim();
+        if secret.len() < MIN_TOKEN_BYTES || secret.contains(char::is_whitespace) {
+            let rule = format!("the file must hold one token of at least {MIN_TOKEN_BYTES} characters");
+            return Err(RunError::start(&what, rule));
+        }
+        let (name, hash) = (BOOTSTRAP.to_owned(), TokenHash::of(secret));
+        startup_tokens.push(StartupToken { name, role: Role::Admin, hash });
+    }
+    Ok(AccessOptions { startup_tokens, shared_key, audit: args.audit })
+}
+
+/// What connections to `https://` workers trust and present.
+///
+/// # Errors
+/// When a file cannot be used.
+pub fn worker_tls(files: &ClientFiles) -> Result<ClientConfig, RunError> {
+    files.load().map_err(|error| RunError::start("TLS towards workers", error))
 }
 
 /// The signals that end a process.

@@ -106,10 +106,6 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
 
 /// Documented series of features that this version does not have yet. One that arrives gets a row above.
 const NOT_YET: &[(&str, &str)] = &[
-    ("smg_http_rate_limit_total", "limiting concurrent requests"),
-    ("smg_admission_queue_depth", "limiting concurrent requests"),
-    ("smg_admission_inflight", "limiting concurrent requests"),
-    ("smg_admission_queue_rejected_total", "limiting concurrent requests"),
     ("smg_pd_kv_transfer_duration_seconds", "gRPC workers"),
     ("smg_pd_admission_window", "gRPC workers"),
     ("smg_pd_prefill_admission_inflight", "the prefill admission queue"),

@@ -192,16 +192,6 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group { feature: "streaming request bodies past the router", flags: &[one(&["max-buffered-request-bytes"])] },
-    Group { feature: "answering cross-origin browsers", flags: &[many(&["cors-allowed-origins"])] },
-    Group {
-        feature: "limiting concurrent requests",
-        flags: &[
-            one_or_off(&["max-concurrent-requests"], &["0"]),
-            one_or_off(&["queue-size"], &["0"]),
-            one(&["queue-timeout-secs"]),
-            one_or_off(&["rate-limit-tokens-per-second"], &["0"]),
-        ],
-    },
     Group { feature: "background responses", flags: &[one_or_off(&["max-background-responses"], &["0"])] },
     Group {
         feature: "the priority scheduler",
@@ -259,23 +249,8 @@ const GROUPS: &[Group] = &[
     },
     Group { feature: "WebAssembly modules", flags: &[switch(&["enable-wasm"])] },
     Group {
-        feature: "TLS",
+        feature: "authentication by JWT",
         flags: &[
-            one(&["tls-cert-path"]),
-            one(&["tls-key-path"]),
-            one(&["client-cert-path"]),
-            one(&["client-key-path"]),
-            many(&["ca-cert-paths"]),
-        ],
-    },
-    Group {
-        feature: "authentication",
-        flags: &[
-            one(&["api-key"]),
-            one(&["tenant-api-key"]),
-            many(&["control-plane-api-keys"]),
-            switch(&["control-plane-audit-enabled"]),
-            off_switch(&["disable-audit-logging"]),
             one(&["jwt-issuer"]),
             one(&["jwt-audience"]),
             one(&["jwt-jwks-uri"]),
@@ -302,7 +277,7 @@ const GROUPS: &[Group] = &[
 
 /// Environment variables that switch authentication on in the documented gateway. Ignoring one would leave an
 /// administration API open that its operator believes closed.
-const ENVIRONMENT: [&str; 4] = ["CONTROL_PLANE_API_KEYS", "JWT_ISSUER", "JWT_AUDIENCE", "JWT_JWKS_URI"];
+const ENVIRONMENT: [&str; 3] = ["JWT_ISSUER", "JWT_AUDIENCE", "JWT_JWKS_URI"];
 
 /// Declares every absent flag on `command`: parsed, hidden among the options, named at the end of the help.
 pub(super) fn declare(command: Command) -> Command {
@@ -346,9 +321,9 @@ pub(super) fn refuse_given(matches: &ArgMatches) -> Result<(), CliError> {
 }
 
 /// Refuses environment variables that would switch on a feature this version does not have.
-pub(super) fn refuse_environment(is_set: impl Fn(&str) -> bool) -> Result<(), CliError> {
-    match ENVIRONMENT.into_iter().find(|name| is_set(name)) {
-        Some(name) => Err(CliError::refused(name, "authentication is not available in this version; unset it")),
+pub(super) fn refuse_environment(environment: impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+    match ENVIRONMENT.into_iter().find(|name| environment(name).is_some()) {
+        Some(name) => Err(CliError::refused(name, "authentication by JWT is not available in this version; unset it")),
         None => Ok(()),
     }
 }

@@ -4,9 +4,12 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use smg_net::tls::ClientFiles;
 
+use super::access::{TokenArgs, TokenFlags};
 use super::error::CliError;
 use super::process::{ProcessArgs, check_ports_differ};
+use super::tls::WorkerTlsFlags;
 
 /// What keeps the fleet state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -50,6 +53,10 @@ pub(super) struct ControlPlaneFlags {
     #[arg(long)]
     insecure: bool,
     #[command(flatten)]
+    tokens: TokenFlags,
+    #[command(flatten)]
+    worker_tls: WorkerTlsFlags,
+    #[command(flatten)]
     process: ProcessArgs,
 }
 
@@ -64,6 +71,10 @@ pub struct ControlPlaneArgs {
     pub listen: SocketAddr,
     /// Address for the other members.
     pub peer_listen: SocketAddr,
+    /// TLS towards workers.
+    pub worker_tls: ClientFiles,
+    /// Who may call the admin API.
+    pub tokens: TokenArgs,
     /// True when a new fleet may be founded in an empty directory.
     pub bootstrap: bool,
     /// What the operator should know; to be logged once logging runs.
@@ -72,7 +83,7 @@ pub struct ControlPlaneArgs {
 
 impl ControlPlaneFlags {
     /// Checks the flags against each other.
-    pub(super) fn resolve(self) -> Result<ControlPlaneArgs, CliError> {
+    pub(super) fn resolve(self, tokens: Option<String>) -> Result<ControlPlaneArgs, CliError> {
         self.process.check()?;
         if self.store == StoreName::Etcd || !self.etcd_endpoints.is_empty() {
             let reason = "etcd is not available in this version; the members keep the state themselves (--store raft)";
@@ -92,6 +103,8 @@ impl ControlPlaneFlags {
             ("--prometheus-port", self.process.prometheus_port),
         ])?;
         Ok(ControlPlaneArgs {
+            worker_tls: self.worker_tls.resolve()?,
+            tokens: self.tokens.resolve(tokens)?,
             process: self.process,
             data_dir: self.data_dir,
             listen: self.listen,

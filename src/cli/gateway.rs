@@ -3,11 +3,15 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use smg_gateway::Keys;
+use smg_net::tls::ClientFiles;
 
+use super::access::KeyFlags;
 use super::error::CliError;
 use super::launch::TokenWireFlags;
 use super::limits::EdgeArgs;
 use super::process::{ProcessArgs, check_ports_differ};
+use super::tls::WorkerTlsFlags;
 use super::values;
 
 /// The flags of `smg gateway` as written.
@@ -16,7 +20,11 @@ pub(super) struct GatewayFlags {
     #[command(flatten)]
     fleet: FollowerFlags,
     #[command(flatten)]
+    keys: KeyFlags,
+    #[command(flatten)]
     edge: EdgeArgs,
+    #[command(flatten)]
+    worker_tls: WorkerTlsFlags,
     #[command(flatten)]
     process: ProcessArgs,
     #[command(flatten)]
@@ -49,6 +57,10 @@ pub struct GatewayArgs {
     pub process: ProcessArgs,
     /// The client edge.
     pub edge: EdgeArgs,
+    /// TLS towards workers.
+    pub worker_tls: ClientFiles,
+    /// Keys of the client edge.
+    pub keys: Keys,
     /// Members of the control plane, each `HOST:PORT`; at least one.
     pub controlplane: Vec<String>,
     /// Directory of the last known good snapshot.
@@ -63,17 +75,22 @@ impl GatewayFlags {
     /// Checks the flags against each other.
     pub(super) fn resolve(self) -> Result<GatewayArgs, CliError> {
         self.process.check()?;
+        self.edge.check()?;
         check_ports_differ(&[("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)])?;
         if !self.fleet.insecure {
             let reason = "this version has no TLS and no tokens towards the control plane; \
                           add --insecure on a trusted network";
             return Err(CliError::refused("smg gateway", reason));
         }
+        let keys = self.keys.resolve()?;
         let mut warnings: Vec<String> = self.token_wire.warnings().collect();
+        warnings.extend(self.edge.open_warning(&keys));
         warnings.push("--insecure: the control plane is reached without TLS and tokens".to_owned());
         Ok(GatewayArgs {
             process: self.process,
             edge: self.edge,
+            worker_tls: self.worker_tls.resolve()?,
+            keys,
             controlplane: self.fleet.controlplane,
             data_dir: self.fleet.data_dir,
             gateway_id: self.fleet.gateway_id,

@@ -5,13 +5,17 @@ use std::path::PathBuf;
 
 use clap::Args;
 use smg_fleet::{PolicyDocument, WorkerSpec};
+use smg_gateway::Keys;
+use smg_net::tls::ClientFiles;
 
+use super::access::{KeyFlags, TokenArgs, TokenFlags};
 use super::error::CliError;
 use super::health::HealthFlags;
 use super::limits::EdgeArgs;
 use super::policy::PolicyFlags;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::resilience::ResilienceFlags;
+use super::tls::WorkerTlsFlags;
 use super::tuning::TuningFlags;
 use super::worker::WorkerFlags;
 
@@ -29,7 +33,13 @@ pub(super) struct LaunchFlags {
     #[command(flatten)]
     health: HealthFlags,
     #[command(flatten)]
+    keys: KeyFlags,
+    #[command(flatten)]
+    tokens: TokenFlags,
+    #[command(flatten)]
     edge: EdgeArgs,
+    #[command(flatten)]
+    worker_tls: WorkerTlsFlags,
     #[command(flatten)]
     process: ProcessArgs,
     #[command(flatten)]
@@ -92,6 +102,12 @@ pub struct LaunchArgs {
     pub process: ProcessArgs,
     /// The client edge of the gateway.
     pub edge: EdgeArgs,
+    /// TLS towards workers.
+    pub worker_tls: ClientFiles,
+    /// Keys of the client edge.
+    pub keys: Keys,
+    /// Who may call the admin API.
+    pub tokens: TokenArgs,
     /// True when prefill and decode workers were asked for.
     pub pd_disaggregation: bool,
     /// Workers named on the command line, in the order regular, prefill, decode; their URLs are distinct.
@@ -110,8 +126,10 @@ pub struct LaunchArgs {
 
 impl LaunchFlags {
     /// Checks the flags against each other.
-    pub(super) fn resolve(self) -> Result<LaunchArgs, CliError> {
+    pub(super) fn resolve(self, tokens: Option<String>) -> Result<LaunchArgs, CliError> {
         self.process.check()?;
+        self.edge.check()?;
+        let worker_tls = self.worker_tls.resolve()?;
         let startup_workers = self.workers.specs()?;
         self.policy.check(self.workers.legs())?;
         let mut listeners = vec![("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)];
@@ -129,13 +147,25 @@ impl LaunchFlags {
         self.health.write_to(&mut startup_policy);
         // What no single flag can know, such as that lengths must ascend.
         startup_policy.validate("").map_err(|error| CliError::conflict("policy flags", error.to_string()))?;
-        let warnings = self.warnings();
+        let (keys, tokens) = (self.keys.resolve()?, self.tokens.resolve(tokens)?);
+        let mut warnings = self.warnings();
+        warnings.extend(self.edge.open_warning(&keys));
+        if keys.gateway.is_some()
+            && !startup_workers.is_empty()
+            && startup_workers.iter().all(|spec| spec.api_key.is_none())
+        {
+            let hint = "--api-key is not sent to the workers of --prefill, --decode and --worker-urls; --worker-api-key gives theirs";
+            warnings.push(hint.to_owned());
+        }
         Ok(LaunchArgs {
             pd_disaggregation: self.workers.pd_disaggregation,
             startup_workers,
             startup_policy,
             process: self.process,
             edge: self.edge,
+            worker_tls,
+            keys,
+            tokens,
             data_dir: self.fleet.data_dir,
             controlplane_listen: self.fleet.controlplane_listen,
             gateway_id: self.fleet.gateway_id,

@@ -2,8 +2,13 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
+use axum::http::HeaderValue;
 use clap::Args;
+use smg_gateway::{Keys, Origins};
+use smg_net::tls::ServerFiles;
 
+use super::error::CliError;
+use super::tls::ServerTlsFlags;
 use super::trace::TraceArgs;
 use super::values;
 
@@ -38,6 +43,27 @@ pub struct EdgeArgs {
     /// Time a request body may stand still, in seconds; 0 waits for ever
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     pub stream_body_stall_timeout_secs: u64,
+    /// Time a whole request body may take, in seconds; 0 waits as long as a request may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub request_body_timeout_secs: u64,
+    /// Requests served at once, streams included; -1 = 1024 for each core, at least 4096; 0 = any number
+    #[arg(long, value_name = "N", default_value_t = -1, allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..))]
+    pub max_concurrent_requests: i64,
+    /// Requests that wait while that many are served; 0 = none waits
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub queue_size: usize,
+    /// Time a request may wait there, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    pub queue_timeout_secs: u64,
+    /// Requests admitted per second in the long run, in bursts of up to --max-concurrent-requests; 0 = any number
+    #[arg(long, value_name = "N", value_parser = values::amount)]
+    pub rate_limit_tokens_per_second: Option<f64>,
+    /// Origins whose pages may call, such as https://example.com, or * alone for any
+    #[arg(long, num_args = 0.., value_name = "ORIGIN")]
+    cors_allowed_origins: Vec<String>,
+    /// Age at which a client connection is asked to close after its request, in seconds, give or take a tenth; 0 = never
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    pub max_connection_age_secs: u64,
     /// Time a request head may take, in seconds; 0 waits for ever
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub header_read_timeout_secs: u64,
@@ -54,12 +80,66 @@ pub struct EdgeArgs {
     /// Traces.
     #[command(flatten)]
     pub trace: TraceArgs,
+    #[command(flatten)]
+    tls: ServerTlsFlags,
 }
 
 impl EdgeArgs {
     /// Where clients are served.
     pub fn address(&self) -> SocketAddr {
         SocketAddr::new(self.host, self.port)
+    }
+
+    /// Checks the flags against each other.
+    pub(super) fn check(&self) -> Result<(), CliError> {
+        self.tls.resolve()?;
+        self.cors_origins()?;
+        let limited = self.max_concurrent_requests != 0;
+        if limited && self.queue_size > 0 && self.queue_timeout_secs == 0 {
+            return Err(CliError::conflict("--queue-timeout-secs", "must be above 0 when there is a queue"));
+        }
+        if !limited && self.rate().is_some() {
+            let reason = "needs --max-concurrent-requests: that is how large a burst may be";
+            return Err(CliError::conflict("--rate-limit-tokens-per-second", reason));
+        }
+        Ok(())
+    }
+
+    /// Requests admitted per second, when that is limited.
+    pub fn rate(&self) -> Option<f64> {
+        self.rate_limit_tokens_per_second.filter(|rate| *rate > 0.0)
+    }
+
+    /// The files of TLS, when it is asked for.
+    pub fn tls(&self) -> Option<ServerFiles> {
+        self.tls.resolve().ok().flatten()
+    }
+
+    /// Whose pages may call.
+    pub fn cors_origins(&self) -> Result<Origins, CliError> {
+        let given = &self.cors_allowed_origins;
+        let wrong = |reason: &str| Err(CliError::conflict("--cors-allowed-origins", reason));
+        if given.iter().any(|origin| origin == "*") {
+            return if given.len() == 1 { Ok(Origins::Any) } else { wrong("* stands alone") };
+        }
+        if given.is_empty() {
+            return Ok(Origins::None);
+        }
+        let origin = |text: &String| {
+            let (scheme, rest) = text.split_once("://")?;
+            let is_origin = !scheme.is_empty() && !rest.is_empty() && !rest.contains(['/', '?', '#', '@', ' ']);
+            is_origin.then(|| HeaderValue::from_str(text).ok()).flatten()
+        };
+        match given.iter().map(origin).collect() {
+            Some(origins) => Ok(Origins::These(origins)),
+            None => wrong("each must be an origin, such as https://example.com, without a path"),
+        }
+    }
+
+    /// A warning when whoever reaches the host may use it.
+    pub(super) fn open_warning(&self, keys: &Keys) -> Option<String> {
+        let open = keys.is_empty() && !self.host.is_loopback();
+        open.then(|| format!("no --api-key is given: whoever reaches {} may send requests", self.address()))
     }
 
     /// The headers to look for a request id in: those given, else the documented four.

@@ -13,6 +13,7 @@
 //!   an absent flag never overrides what was set through the API.
 
 mod absent;
+mod access;
 mod controlplane;
 mod error;
 mod gateway;
@@ -24,6 +25,7 @@ mod process;
 mod resilience;
 #[cfg(test)]
 mod tests;
+mod tls;
 mod trace;
 mod tuning;
 mod values;
@@ -33,12 +35,16 @@ use std::ffi::OsString;
 
 use clap::{Args as _, FromArgMatches as _};
 
+pub use access::{BOOTSTRAP, TokenArgs};
 pub use controlplane::ControlPlaneArgs;
 pub use error::{CliError, EXIT_USAGE};
 pub use gateway::GatewayArgs;
 pub use launch::LaunchArgs;
 pub use limits::EdgeArgs;
 pub use process::ProcessArgs;
+
+/// The environment variable with admin tokens.
+const TOKENS_VARIABLE: &str = "CONTROL_PLANE_API_KEYS";
 
 /// What the process was asked to do.
 #[derive(Debug)]
@@ -55,9 +61,8 @@ pub enum Invocation {
 
 /// Reads the arguments of the process, the program's name first.
 ///
-/// `environment` tells whether an environment variable is set; it is asked only for variables that switch on a feature
-/// this version does not have.
-pub fn parse<I, T>(arguments: I, environment: impl Fn(&str) -> bool) -> Result<Invocation, CliError>
+/// `environment` gives the value of an environment variable; it is asked only for documented ones that guard the admin API.
+pub fn parse<I, T>(arguments: I, environment: impl Fn(&str) -> Option<String>) -> Result<Invocation, CliError>
 where
     I: IntoIterator<Item = T>,
     T: Into<OsString>,
@@ -78,20 +83,20 @@ where
     match matches.subcommand() {
         Some(("launch", given)) => {
             absent::refuse_given(given)?;
-            absent::refuse_environment(environment)?;
+            absent::refuse_environment(&environment)?;
             let flags = launch::LaunchFlags::from_arg_matches(given)?;
-            Ok(Invocation::Launch(Box::new(flags.resolve()?)))
+            Ok(Invocation::Launch(Box::new(flags.resolve(environment(TOKENS_VARIABLE))?)))
         }
         Some(("gateway", given)) => {
             absent::refuse_given(given)?;
-            absent::refuse_environment(environment)?;
+            absent::refuse_environment(&environment)?;
             let flags = gateway::GatewayFlags::from_arg_matches(given)?;
             Ok(Invocation::Gateway(Box::new(flags.resolve()?)))
         }
         Some(("controlplane", given)) => {
-            absent::refuse_environment(environment)?;
+            absent::refuse_environment(&environment)?;
             let flags = controlplane::ControlPlaneFlags::from_arg_matches(given)?;
-            Ok(Invocation::ControlPlane(Box::new(flags.resolve()?)))
+            Ok(Invocation::ControlPlane(Box::new(flags.resolve(environment(TOKENS_VARIABLE))?)))
         }
         _ => Ok(Invocation::Print(command().render_help().to_string())),
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use smg_fleet::pairing::PairingMode;
 use smg_fleet::policy::{BreakerPolicy, HealthPolicy, PolicyName, RegistrationPolicy, RetryPolicy};
-use smg_fleet::{PolicyDocument, Runtime, WorkerSpec, WorkerType};
+use smg_fleet::{PolicyDocument, Role, Runtime, StartupToken, TokenHash, WorkerSpec, WorkerType};
 
 use super::*;
 
@@ -96,7 +96,7 @@ const DOCUMENTED_FLAGS: &str = "
     worker-warmup-share worker-warmup-thin-ratio worker-wedge-secs zmq-engine-count";
 
 fn parse_line(line: &str) -> Result<Invocation, CliError> {
-    parse(line.split_whitespace(), |_| false)
+    parse(line.split_whitespace(), |_| None)
 }
 
 fn launch(line: &str) -> LaunchArgs {
@@ -345,18 +345,17 @@ fn an_explicit_power_of_two_needs_two_workers_on_its_leg() {
 #[test]
 fn absent_flags_are_refused_unless_they_switch_their_feature_off() {
     for (line, flag) in [
-        ("smg --api-key secret", "--api-key"),
+        ("smg --jwt-issuer https://issuer", "--jwt-issuer"),
         ("smg --dp-aware", "--dp-aware"),
         ("smg --enable-mesh", "--enable-mesh"),
         ("smg --log-dir /var/log/smg", "--log-dir"),
-        ("smg --max-concurrent-requests -1", "--max-concurrent-requests"),
         ("smg --prefill-max-inflight-requests-per-worker 4", "--prefill-max-inflight-requests-per-worker"),
         ("smg --sticky-sessions", "--routing-key-override"),
         ("smg --remove-unhealthy-workers", "--remove-unhealthy-workers"),
         ("smg --worker-auto-recovery=true", "--remove-unhealthy-workers"),
         ("smg --encode http://a:1 8995", "--encode"),
         ("smg --selector app=a role=b", "--selector"),
-        ("smg gateway --controlplane a:1 --insecure --tls-cert-path x", "--tls-cert-path"),
+        ("smg gateway --controlplane a:1 --insecure --upstream-http2", "--upstream-http2"),
     ] {
         let (refused, reason) = refusal(line);
         assert_eq!(refused, flag, "{line}");
@@ -370,9 +369,96 @@ fn absent_flags_are_refused_unless_they_switch_their_feature_off() {
 }
 
 #[test]
-fn an_environment_that_asks_for_authentication_is_refused() {
-    let result = parse(["smg"], |name| name == "CONTROL_PLANE_API_KEYS");
-    assert!(matches!(result, Err(CliError::Refused { flag, .. }) if flag == "CONTROL_PLANE_API_KEYS"));
+fn an_environment_that_asks_for_authentication_by_jwt_is_refused() {
+    let result = parse(["smg"], |name| (name == "JWT_ISSUER").then(|| "https://issuer".to_owned()));
+    assert!(matches!(result, Err(CliError::Refused { flag, .. }) if flag == "JWT_ISSUER"));
+}
+
+#[test]
+fn the_flags_of_the_edge_are_checked_against_each_other() {
+    for (line, flag) in [
+        ("smg --tls-cert-path c", "--tls-cert-path"),
+        ("smg --tls-key-path k", "--tls-key-path"),
+        ("smg --tls-client-ca-paths a", "--tls-client-ca-paths"),
+        ("smg --client-cert-path c", "--client-cert-path"),
+        ("smg --client-key-path k", "--client-key-path"),
+        ("smg --queue-timeout-secs 0", "--queue-timeout-secs"),
+        ("smg --max-concurrent-requests 0 --rate-limit-tokens-per-second 5", "--rate-limit-tokens-per-second"),
+        ("smg --cors-allowed-origins * https://a", "--cors-allowed-origins"),
+        ("smg --cors-allowed-origins example.com", "--cors-allowed-origins"),
+        ("smg --cors-allowed-origins https://example.com/", "--cors-allowed-origins"),
+        ("smg gateway --controlplane a:1 --insecure --tls-cert-path x", "--tls-cert-path"),
+        ("smg controlplane --data-dir d --insecure --bootstrap --client-cert-path x", "--client-cert-path"),
+    ] {
+        assert_eq!(refusal(line).0, flag, "{line}");
+    }
+    assert!(syntax_error("smg --max-concurrent-requests -2").contains("-2"));
+    let edge = launch(
+        "smg --queue-timeout-secs 0 --queue-size 0 --tls-cert-path c --tls-key-path k --tls-client-ca-paths a b",
+    )
+    .edge;
+    assert_eq!(edge.tls().unwrap().client_roots.len(), 2);
+    let edge = launch("smg --cors-allowed-origins https://a http://localhost:3000").edge;
+    assert!(matches!(edge.cors_origins().unwrap(), smg_gateway::Origins::These(origins) if origins.len() == 2));
+    assert_eq!(launch("smg --cors-allowed-origins *").edge.cors_origins().unwrap(), smg_gateway::Origins::Any);
+    // The documented defaults.
+    let edge = launch("smg").edge;
+    assert_eq!((edge.max_concurrent_requests, edge.queue_size, edge.queue_timeout_secs), (-1, 100, 60));
+    assert_eq!((edge.header_read_timeout_secs, edge.idle_connection_timeout_secs, edge.rate()), (30, 90, None));
+}
+
+#[test]
+fn keys_are_digested_and_never_shown() {
+    let line = "smg --host 127.0.0.1 --api-key hush-1 --tenant-api-key a:hush-2 --tenant-api-key b:hu:sh-3 \
+                --worker-api-key hush-4 --worker-urls http://w:1 --control-plane-api-keys k1:ci:admin:hush-5";
+    let arguments = launch(line);
+    assert_eq!(arguments.keys.gateway, Some(TokenHash::of("hush-1")));
+    assert_eq!(arguments.keys.tenants, [TokenHash::of("hush-2"), TokenHash::of("hu:sh-3")]);
+    assert_eq!(arguments.startup_workers[0].api_key.as_deref(), Some("hush-4"));
+    assert!(!format!("{arguments:?}").contains("hush") && !format!("{arguments:?}").contains("hu:sh"));
+    for (line, flag) in [
+        ("smg --api-key=", "--api-key"),
+        ("smg --tenant-api-key hush", "--tenant-api-key"),
+        ("smg --tenant-api-key a:", "--tenant-api-key"),
+        ("smg --tenant-api-key :hush", "--tenant-api-key"),
+    ] {
+        let (refused, reason) = refusal(line);
+        assert_eq!(refused, flag, "{line}");
+        assert!(!reason.contains("hush"), "{reason}");
+    }
+}
+
+#[test]
+fn admin_tokens_come_from_the_flag_or_else_the_environment() {
+    let token = |name: &str, role, key| StartupToken { name: name.to_owned(), role, hash: TokenHash::of(key) };
+    let line = "smg --control-plane-api-keys k1:CI:admin:a:b k2:Read:user:c --control-plane-api-keys k3:Ops:operator:d";
+    let expected =
+        [token("k1:CI", Role::Admin, "a:b"), token("k2:Read", Role::Viewer, "c"), token("k3:Ops", Role::Operator, "d")];
+    let with = |line: &str, variable: &str| {
+        let variable = variable.to_owned();
+        parse(line.split_whitespace(), move |name| (name == "CONTROL_PLANE_API_KEYS").then(|| variable.clone()))
+    };
+    for (line, variable) in [(line, "x:y:admin:z"), ("smg", "k1:CI:admin:a:b k2:Read:user:c\nk3:Ops:operator:d")] {
+        let Ok(Invocation::Launch(arguments)) = with(line, variable) else { panic!("{line}") };
+        assert_eq!(arguments.tokens.tokens, expected);
+    }
+    let line = "smg controlplane --data-dir d --insecure --bootstrap --disable-audit-logging";
+    let Ok(Invocation::ControlPlane(arguments)) = with(line, "x:y:admin:z") else { panic!("{line}") };
+    assert_eq!((arguments.tokens.tokens.len(), arguments.tokens.audit), (1, false));
+    for entry in ["hush", "a:b:hush", "a:b:root:hush", ":b:admin:hush", "a:b:admin:", "a:b:admin:k a:b:admin:hush"] {
+        let (flag, reason) = refusal(&format!("smg --control-plane-api-keys {entry}"));
+        assert_eq!(flag, "--control-plane-api-keys", "{entry}");
+        assert!(!reason.contains("hush"), "{reason}");
+        let refused = with("smg", entry);
+        assert!(matches!(refused, Err(CliError::Conflict { flag, .. }) if flag == "CONTROL_PLANE_API_KEYS"), "{entry}");
+    }
+}
+
+#[test]
+fn an_open_gateway_that_others_reach_is_warned_about() {
+    let warned = |line: &str| launch(line).warnings.iter().any(|warning| warning.contains("no --api-key"));
+    assert!(warned("smg") && warned("smg --host ::"));
+    assert!(!warned("smg --host 127.0.0.1") && !warned("smg --api-key k") && !warned("smg --tenant-api-key a:k"));
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! `startup`; ones that are no longer named at the next start are removed.
 
 use clap::{ArgMatches, Args, FromArgMatches};
-use smg_fleet::{Runtime, WorkerSpec, WorkerType, WorkerUrl};
+use smg_fleet::{Runtime, Secret, WorkerSpec, WorkerType, WorkerUrl};
 
 use super::error::CliError;
 
@@ -28,6 +28,9 @@ struct PlainWorkerFlags {
     /// Engine of the workers named here [default: detected]
     #[arg(long, alias = "runtime", value_parser = BACKENDS, hide_possible_values = true, value_name = "sglang|vllm")]
     backend: Option<String>,
+    /// Key of the workers named here, sent to them as `Authorization: Bearer`
+    #[arg(long, value_name = "KEY")]
+    worker_api_key: Option<Secret>,
     /// Accepted for compatibility: registrations are bounded by the control plane [default: 1000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     job_queue_capacity: Option<u32>,
@@ -42,6 +45,7 @@ pub struct WorkerFlags {
     /// True when prefill and decode workers were asked for.
     pub pd_disaggregation: bool,
     backend: Option<String>,
+    api_key: Option<Secret>,
     regular: Vec<String>,
     prefills: Vec<(String, Option<u16>)>,
     decodes: Vec<String>,
@@ -78,7 +82,8 @@ impl WorkerFlags {
                 };
                 return Err(CliError::conflict(flag, format!("{url} is named twice")));
             }
-            specs.push(WorkerSpec { runtime, bootstrap_port, ..WorkerSpec::new(url, worker_type) });
+            let api_key = self.api_key.clone();
+            specs.push(WorkerSpec { runtime, bootstrap_port, api_key, ..WorkerSpec::new(url, worker_type) });
         }
         Ok(specs)
     }
@@ -122,6 +127,7 @@ impl FromArgMatches for WorkerFlags {
         Ok(Self {
             pd_disaggregation: plain.pd_disaggregation,
             backend: plain.backend,
+            api_key: plain.worker_api_key,
             regular: plain.worker_urls,
             prefills,
             decodes: plain.decode,

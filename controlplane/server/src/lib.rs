@@ -50,6 +50,10 @@ pub struct ControlPlaneOptions {
     pub shutdown: CancellationToken,
     /// Largest request body of the admin API, in bytes.
     pub max_body_bytes: usize,
+    /// Who may call the admin API, besides who is stored.
+    pub access: admin::access::AccessOptions,
+    /// What connections to `https://` workers trust and present; none = such workers are not trusted.
+    pub worker_tls: Option<smg_net::tls::ClientConfig>,
     /// How patient registration jobs are.
     pub jobs: jobs::Timing,
     /// How patient the prober is.
@@ -66,6 +70,8 @@ impl ControlPlaneOptions {
             metrics,
             shutdown: CancellationToken::new(),
             max_body_bytes: DEFAULT_MAX_BODY_BYTES,
+            access: admin::access::AccessOptions::default(),
+            worker_tls: None,
             jobs: jobs::Timing::default(),
             probe: probe::Timing::default(),
             sync: sync::Timing::default(),
@@ -78,6 +84,7 @@ pub struct ControlPlane {
     writer: writer::Writer,
     sync: sync::SyncService,
     max_body_bytes: usize,
+    access: Arc<admin::access::AccessOptions>,
     shutdown: CancellationToken,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -85,9 +92,11 @@ pub struct ControlPlane {
 impl ControlPlane {
     /// Starts the background tasks. Must be called within a tokio runtime.
     pub fn start(options: ControlPlaneOptions) -> Arc<Self> {
-        let ControlPlaneOptions { store, metrics, shutdown, max_body_bytes, jobs, probe, sync } = options;
+        let ControlPlaneOptions { store, metrics, shutdown, max_body_bytes, access, worker_tls, jobs, probe, sync } =
+            options;
+        let access = Arc::new(access);
         let writer = writer::Writer::new(store);
-        let client = probe::client::ProbeClient::new();
+        let client = probe::client::ProbeClient::new(worker_tls.as_ref());
         let (sync, publisher) =
             sync::SyncService::new(Arc::clone(writer.store()), Arc::clone(&metrics), shutdown.clone(), sync);
         let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), jobs);
@@ -95,20 +104,26 @@ impl ControlPlane {
         let store = Arc::clone(writer.store());
         let leading = (Arc::clone(&store), shutdown.clone());
         let jobs = duty::while_leading(leading.0.clone(), leading.1.clone(), move |term| runner.clone().run(term));
-        let prober = duty::while_leading(leading.0, leading.1, move |term| prober.clone().run(term));
+        let prober = duty::while_leading(leading.0.clone(), leading.1.clone(), move |term| prober.clone().run(term));
+        let named = (writer.clone(), Arc::clone(&access));
+        let tokens = duty::while_leading(leading.0, leading.1, move |term| {
+            startup::store_tokens(named.0.clone(), Arc::clone(&named.1), term)
+        });
         let tasks = vec![
             smg_net::spawn("sync-publisher", publisher),
             smg_net::spawn("jobs", jobs),
             smg_net::spawn("prober", prober),
+            smg_net::spawn("startup-tokens", tokens),
             smg_net::spawn("inventory", inventory::follow(store, metrics, shutdown.clone())),
         ];
-        Arc::new(Self { writer, sync, max_body_bytes, shutdown, tasks: Mutex::new(tasks) })
+        Arc::new(Self { writer, sync, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
     }
 
     /// Everything this control plane serves: admin REST and the sync service on one router, so that one listener or one in-memory
     /// connection (HTTP/1.1 and HTTP/2 with prior knowledge) carries both.
     pub fn router(self: &Arc<Self>) -> Router {
-        admin::router(self.writer.clone(), self.sync.gateways(), self.max_body_bytes).merge(self.sync.router())
+        let access = Arc::clone(&self.access);
+        admin::router(self.writer.clone(), self.sync.gateways(), self.max_body_bytes, access).merge(self.sync.router())
     }
 
     /// The way to change the state from within the process.

@@ -21,26 +21,26 @@ pub const MAX_POLICIES: usize = 1_000;
 const MAX_MESSAGE_BYTES: usize = 2_048;
 
 /// What a command did: the worker it was about, and whether the state changed.
-struct Effect {
+pub(crate) struct Effect {
     worker_id: Option<WorkerId>,
     changed: bool,
 }
 
 impl Effect {
-    fn on(id: WorkerId) -> Self {
+    pub(crate) fn on(id: WorkerId) -> Self {
         Self { worker_id: Some(id), changed: true }
     }
 
-    fn none(worker_id: Option<WorkerId>) -> Self {
+    pub(crate) fn none(worker_id: Option<WorkerId>) -> Self {
         Self { worker_id, changed: false }
     }
 
-    fn whole() -> Self {
+    pub(crate) fn whole() -> Self {
         Self { worker_id: None, changed: true }
     }
 }
 
-fn reject<T>(code: RejectionCode, message: impl Into<String>) -> Result<T, Rejection> {
+pub(crate) fn reject<T>(code: RejectionCode, message: impl Into<String>) -> Result<T, Rejection> {
     Err(Rejection { code, message: message.into() })
 }
 
@@ -154,6 +154,9 @@ impl State {
                 }
             }
             Command::ApplyStartupPolicy { document } => self.apply_startup_policy(document),
+            Command::CreateToken { id, token } => self.create_token(*id, token, at),
+            Command::RevokeToken { id } => self.revoke_token(*id, expected),
+            Command::ReconcileStartupTokens { tokens } => Ok(self.reconcile_startup_tokens(tokens, at)),
         }
     }
 

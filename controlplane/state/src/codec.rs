@@ -5,7 +5,7 @@ use std::sync::Arc;
 use prost::Message;
 use smg_fleet::wire::{self, WireError};
 use smg_fleet::worker::WorkerPatch;
-use smg_fleet::{ClusterSettings, Worker, WorkerId};
+use smg_fleet::{ClusterSettings, StartupToken, TokenHash, Worker, WorkerId};
 use smg_messages::state as pb;
 use uuid::Uuid;
 
@@ -33,6 +33,21 @@ fn settings_from_pb(settings: Option<pb::ClusterSettings>) -> ClusterSettings {
     ClusterSettings { name: settings.and_then(|settings| settings.name) }
 }
 
+fn token_to_pb(id: &Uuid, token: &StartupToken) -> pb::CreateToken {
+    pb::CreateToken {
+        id: id.as_bytes().to_vec(),
+        name: token.name.clone(),
+        role: wire::role_number(token.role),
+        sha256: token.hash.as_bytes().to_vec(),
+    }
+}
+
+fn token_from_pb(token: pb::CreateToken) -> Result<(Uuid, StartupToken), WireError> {
+    let hash = required(TokenHash::from_bytes(&token.sha256), "sha256")?;
+    let id = uuid(&token.id, "token id")?;
+    Ok((id, StartupToken { name: token.name, role: wire::role(token.role)?, hash }))
+}
+
 /// An envelope as a message.
 pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
     use pb::envelope::Command as Pb;
@@ -57,7 +72,7 @@ pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
             priority: patch.priority,
             cost: patch.cost,
             labels: patch.labels.clone(),
-            api_key: patch.api_key.clone(),
+            api_key: patch.api_key.as_deref().map(str::to_owned),
             health: Some(wire::health_override_to_pb(&patch.health)),
         }),
         Command::RemoveWorker { id } => Pb::RemoveWorker(pb::RemoveWorker { id: id_bytes(id) }),
@@ -92,6 +107,11 @@ pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
         Command::ApplyStartupPolicy { document } => {
             Pb::ApplyStartupPolicy(pb::ApplyStartupPolicy { document: Some(wire::document_to_pb(document)) })
         }
+        Command::CreateToken { id, token } => Pb::CreateToken(token_to_pb(id, token)),
+        Command::RevokeToken { id } => Pb::RevokeToken(pb::RevokeToken { id: id.as_bytes().to_vec() }),
+        Command::ReconcileStartupTokens { tokens } => Pb::ReconcileStartupTokens(pb::ReconcileStartupTokens {
+            tokens: tokens.iter().map(|(id, token)| token_to_pb(id, token)).collect(),
+        }),
     };
     pb::Envelope {
         command_id: envelope.command_id.as_bytes().to_vec(),
@@ -129,7 +149,7 @@ pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
                 priority: c.priority,
                 cost: c.cost,
                 labels: c.labels,
-                api_key: c.api_key,
+                api_key: c.api_key.map(Into::into),
                 health: wire::health_override_from_pb(c.health),
             }),
         },
@@ -162,6 +182,14 @@ pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
         Pb::DeletePolicy(c) => Command::DeletePolicy { model: c.model },
         Pb::ApplyStartupPolicy(c) => Command::ApplyStartupPolicy {
             document: Box::new(wire::document_from_pb(required(c.document, "document")?)?),
+        },
+        Pb::CreateToken(c) => {
+            let (id, token) = token_from_pb(c)?;
+            Command::CreateToken { id, token }
+        }
+        Pb::RevokeToken(c) => Command::RevokeToken { id: uuid(&c.id, "token id")? },
+        Pb::ReconcileStartupTokens(c) => Command::ReconcileStartupTokens {
+            tokens: c.tokens.into_iter().map(token_from_pb).collect::<Result<_, _>>()?,
         },
     };
     Ok(Envelope {
@@ -218,6 +246,7 @@ pub fn encode_state(state: &State) -> Vec<u8> {
             .collect(),
         settings: Some(settings_to_pb(&state.settings)),
         settings_revision: state.settings_revision,
+        tokens: state.tokens.values().map(|token| wire::token_to_pb(token)).collect(),
     }
     .encode_to_vec()
 }
@@ -244,6 +273,10 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
     for record in message.policies {
         let record = wire::record_from_pb(record)?;
         state.policies.insert(record.model.clone(), Arc::new(record));
+    }
+    for token in message.tokens {
+        let token = wire::token_from_pb(token)?;
+        state.tokens.insert(token.id, Arc::new(token));
     }
     for remembered in message.remembered {
         state.memory.remember(Remembered {

@@ -4,7 +4,8 @@ use std::fmt;
 
 use smg_fleet::worker::WorkerPatch;
 use smg_fleet::{
-    ClusterSettings, Facts, Health, Intent, JobStatus, Origin, PolicyDocument, Revision, WorkerId, WorkerSpec,
+    ClusterSettings, Facts, Health, Intent, JobStatus, Origin, PolicyDocument, Revision, StartupToken, WorkerId,
+    WorkerSpec,
 };
 use uuid::Uuid;
 
@@ -117,6 +118,23 @@ pub enum Command {
         /// The document of the flags that were given.
         document: Box<PolicyDocument>,
     },
+    /// Creates an admin token.
+    CreateToken {
+        /// The id to give it.
+        id: Uuid,
+        /// Its name, its role and the digest of its secret.
+        token: StartupToken,
+    },
+    /// Revokes an admin token.
+    RevokeToken {
+        /// Which token.
+        id: Uuid,
+    },
+    /// The tokens named by start-up flags: creates and updates them, and revokes those named before and no longer.
+    ReconcileStartupTokens {
+        /// Ids to give to new ones, and what the flags say.
+        tokens: Vec<(Uuid, StartupToken)>,
+    },
 }
 
 /// A command with its author and its conditions.
@@ -159,6 +177,9 @@ impl Command {
             Command::PutPolicy { .. } => "put_policy",
             Command::DeletePolicy { .. } => "delete_policy",
             Command::ApplyStartupPolicy { .. } => "apply_startup_policy",
+            Command::CreateToken { .. } => "create_token",
+            Command::RevokeToken { .. } => "revoke_token",
+            Command::ReconcileStartupTokens { .. } => "reconcile_startup_tokens",
         }
     }
 }
@@ -176,11 +197,14 @@ pub enum RejectionCode {
     JobSuperseded = 6,
     PolicyNotFound = 7,
     Limit = 8,
+    TokenNotFound = 20,
+    TokenAlreadyExists = 21,
+    LastAdminToken = 22,
 }
 
 impl RejectionCode {
     /// Every code.
-    pub const ALL: [RejectionCode; 8] = [
+    pub const ALL: [RejectionCode; 11] = [
         Self::WorkerNotFound,
         Self::WorkerAlreadyExists,
         Self::WorkerCreateInProgress,
@@ -189,6 +213,9 @@ impl RejectionCode {
         Self::JobSuperseded,
         Self::PolicyNotFound,
         Self::Limit,
+        Self::TokenNotFound,
+        Self::TokenAlreadyExists,
+        Self::LastAdminToken,
     ];
 }
 

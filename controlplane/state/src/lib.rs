@@ -15,6 +15,7 @@ pub mod codec;
 pub mod command;
 mod memory;
 mod state;
+mod tokens;
 
 pub use command::{Command, CommandId, Envelope, Outcome, Rejection, RejectionCode};
 pub use state::State;

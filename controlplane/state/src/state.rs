@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use smg_fleet::{ClusterSettings, PolicyRecord, Revision, Snapshot, Worker, WorkerId};
+use smg_fleet::{AdminToken, ClusterSettings, PolicyRecord, Revision, Snapshot, Worker, WorkerId};
 use uuid::Uuid;
 
 use crate::memory::CommandMemory;
@@ -18,6 +18,7 @@ pub struct State {
     /// Derived from `workers`: one URL is one worker.
     pub(crate) by_url: BTreeMap<String, WorkerId>,
     pub(crate) policies: BTreeMap<String, Arc<PolicyRecord>>,
+    pub(crate) tokens: BTreeMap<Uuid, Arc<AdminToken>>,
     pub(crate) settings: ClusterSettings,
     pub(crate) settings_revision: Revision,
     pub(crate) memory: CommandMemory,
@@ -64,6 +65,16 @@ impl State {
         self.policies.get(model)
     }
 
+    /// All admin tokens.
+    pub fn tokens(&self) -> impl Iterator<Item = &Arc<AdminToken>> {
+        self.tokens.values()
+    }
+
+    /// One admin token.
+    pub fn token(&self, id: Uuid) -> Option<&Arc<AdminToken>> {
+        self.tokens.get(&id)
+    }
+
     /// The settings of the cluster and the revision of their last change; 0 = never.
     pub fn settings(&self) -> (&ClusterSettings, Revision) {
         (&self.settings, self.settings_revision)
@@ -77,6 +88,7 @@ impl State {
             revision: self.revision,
             workers: self.workers.clone(),
             policies: self.policies.clone(),
+            tokens: self.tokens.clone(),
         }
     }
 }

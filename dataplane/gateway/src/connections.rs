@@ -18,11 +18,9 @@ use http::{Request, Response, Uri};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use smg_net::tls::WorkerConnector;
 use thiserror::Error;
-use tokio::net::TcpStream;
 use tower::Service;
 
 use crate::core::Core;
@@ -49,14 +47,14 @@ pub enum ExchangeError {
 /// How connections are made.
 #[derive(Debug, Clone)]
 pub struct Connections {
-    connector: HttpConnector,
+    connector: WorkerConnector,
     http: Builder,
     idle_timeout: Duration,
 }
 
 impl Connections {
     /// Connections made by `connector` that read ahead at most `buffer` bytes and rest at most `idle_timeout`.
-    pub fn new(connector: HttpConnector, buffer: usize, idle_timeout: Duration) -> Self {
+    pub fn new(connector: WorkerConnector, buffer: usize, idle_timeout: Duration) -> Self {
         let mut http = Builder::new();
         http.max_buf_size(buffer);
         Self { connector, http, idle_timeout }
@@ -94,7 +92,7 @@ impl Connections {
 
     async fn connect(&self, address: &Uri) -> Result<Box<Link>, ExchangeError> {
         let stream =
-            self.connector.clone().call(address.clone()).await.map_err(|error| ExchangeError::Connect(error.into()))?;
+            self.connector.clone().call(address.clone()).await.map_err(|error| ExchangeError::Connect(error))?;
         let (sender, connection) = self.http.handshake(stream).await?;
         Ok(Box::new(Link { sender, connection, ended: false }))
     }
@@ -149,10 +147,13 @@ impl Pool {
     }
 }
 
+/// Bytes to and from a worker, with TLS or without.
+type Socket = <WorkerConnector as Service<Uri>>::Response;
+
 /// One connection: what drives it, and what gives it work.
 struct Link {
     sender: SendRequest<LegBody>,
-    connection: Connection<TokioIo<TcpStream>, LegBody>,
+    connection: Connection<Socket, LegBody>,
     ended: bool,
 }
 

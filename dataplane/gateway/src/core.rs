@@ -6,6 +6,7 @@ use arc_swap::ArcSwap;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use smg_net::tls::{WorkerConnector, worker_connector};
 use smg_telemetry::Metrics;
 use smg_telemetry::fleet::FleetGauges;
 use tokio::sync::watch;
@@ -17,10 +18,13 @@ use crate::connections::Connections;
 use crate::decision::Decisions;
 use crate::dispatch::leg::LegBody;
 use crate::fleet::table::RoutingTable;
+use crate::front::admission::Admission;
 use crate::options::GatewayOptions;
+use crate::sync::Link;
+use crate::sync::freshness::Freshness;
 
 /// The HTTP client of probes and of what operators ask engines.
-pub type HttpClient = Client<HttpConnector, LegBody>;
+pub type HttpClient = Client<WorkerConnector, LegBody>;
 
 /// Most bytes of a worker's response that one connection reads ahead, its head included. What a client that stopped reading costs is a
 /// small multiple of it: frames that wait for the client hold the buffers they were read into.
@@ -38,6 +42,12 @@ pub struct Core {
     pub connections: Connections,
     /// For everything else that is asked of workers.
     pub client: HttpClient,
+    /// How many requests are served at once, if that is limited.
+    pub admission: Option<Admission>,
+    /// The way to the control plane.
+    pub link: Arc<Link>,
+    /// Whether this gateway knows what the control plane knows.
+    pub freshness: Freshness,
     /// Metrics of the process.
     pub metrics: Arc<Metrics>,
     /// Decision records.
@@ -61,6 +71,7 @@ impl Core {
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(options.connect_timeout));
         connector.set_keepalive(Some(std::time::Duration::from_secs(30)));
+        let connector = worker_connector(connector, options.worker_tls.as_ref());
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(options.pool_idle_timeout)
@@ -68,9 +79,13 @@ impl Core {
             .http1_max_buf_size(LEG_BUFFER)
             .build(connector.clone());
         let connections = Connections::new(connector, LEG_BUFFER, options.pool_idle_timeout);
+        let admission = options.admission.map(|limits| Admission::new(limits, Arc::clone(&metrics)));
         Arc::new(Self {
             connections,
             client,
+            admission,
+            link: Arc::default(),
+            freshness: Freshness::default(),
             table: ArcSwap::from_pointee(RoutingTable::empty()),
             revision: watch::Sender::new(0),
             decisions: Decisions::new(Arc::clone(&metrics)),

@@ -29,6 +29,9 @@ use std::sync::Arc;
 use smg_telemetry::Metrics;
 
 pub use crate::core::Core;
+pub use front::access::Keys;
+pub use front::admission::AdmissionOptions;
+pub use front::cors::Origins;
 pub use options::GatewayOptions;
 pub use sync::Link;
 pub use sync::dial::Dial;

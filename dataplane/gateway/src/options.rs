@@ -5,6 +5,10 @@ use std::time::Duration;
 
 use smg_telemetry::trace::Tracer;
 
+use crate::front::access::Keys;
+use crate::front::admission::AdmissionOptions;
+use crate::front::cors::Origins;
+
 /// Settings of a gateway process.
 #[derive(Debug, Clone)]
 pub struct GatewayOptions {
@@ -14,6 +18,8 @@ pub struct GatewayOptions {
     pub data_dir: Option<PathBuf>,
     /// Largest request body, in bytes.
     pub max_payload_bytes: usize,
+    /// How long an upload may take as a whole.
+    pub upload_timeout: Duration,
     /// How long an upload may stand still.
     pub upload_stall_timeout: Duration,
     /// Longest request, the response body included.
@@ -28,6 +34,14 @@ pub struct GatewayOptions {
     pub request_id_headers: Vec<String>,
     /// Headers that may carry a routing key, in order of preference, lower case.
     pub routing_key_headers: Vec<String>,
+    /// How many requests may be served at once; none = any number.
+    pub admission: Option<AdmissionOptions>,
+    /// Whose pages may call.
+    pub cors_origins: Origins,
+    /// What connections to `https://` workers trust and present; none = such workers are not trusted.
+    pub worker_tls: Option<smg_net::tls::ClientConfig>,
+    /// Keys that inference needs.
+    pub keys: Keys,
     /// How long writes wait for the control plane.
     pub control_plane_timeout: Duration,
     /// Where traces go; none = requests are not traced.
@@ -41,6 +55,7 @@ impl Default for GatewayOptions {
             gateway_id: "gateway".to_owned(),
             data_dir: None,
             max_payload_bytes: 512 * 1024 * 1024,
+            upload_timeout: Duration::from_secs(600),
             upload_stall_timeout: Duration::from_secs(300),
             request_timeout: Duration::from_secs(1800),
             connect_timeout: Duration::from_secs(10),
@@ -48,6 +63,10 @@ impl Default for GatewayOptions {
             sse_keep_alive: Duration::from_secs(15),
             request_id_headers: headers.map(str::to_owned).to_vec(),
             routing_key_headers: vec!["x-smg-routing-key".to_owned()],
+            admission: None,
+            cors_origins: Origins::None,
+            worker_tls: None,
+            keys: Keys::default(),
             control_plane_timeout: Duration::from_secs(2),
             tracer: None,
         }

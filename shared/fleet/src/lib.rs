@@ -9,11 +9,13 @@
 //! * [`matrix`]: the same, as operators ask it;
 //! * [`policy`]: policy documents and the settings that result from them;
 //! * [`tuning`]: what documents say about how policies decide;
+//! * [`access`]: admin tokens, their roles, and how a secret is judged;
 //! * [`cluster`]: settings of the cluster as a whole;
 //! * [`snapshot`]: what gateways receive, and the deltas between two of them;
 //! * [`info`]: the REST shape of a worker;
 //! * [`wire`]: conversions to and from the prost messages of disk and wire.
 
+pub mod access;
 pub mod cluster;
 pub mod info;
 pub mod matrix;
@@ -27,6 +29,7 @@ pub mod validate;
 pub mod wire;
 pub mod worker;
 
+pub use access::{AdminToken, Role, Secret, StartupToken, TokenHash};
 pub use cluster::ClusterSettings;
 pub use policy::{PolicyDocument, PolicyRecord, Settings};
 pub use snapshot::{Delta, Snapshot};

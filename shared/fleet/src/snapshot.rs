@@ -11,6 +11,7 @@ use std::sync::Arc;
 use thiserror::Error;
 use uuid::Uuid;
 
+use crate::access::AdminToken;
 use crate::policy::{PolicyRecord, Settings};
 use crate::worker::{Worker, WorkerId};
 use crate::{Revision, wire};
@@ -28,6 +29,8 @@ pub struct Snapshot {
     pub workers: BTreeMap<WorkerId, Arc<Worker>>,
     /// All policy documents by model; the empty name is the fleet default.
     pub policies: BTreeMap<String, Arc<PolicyRecord>>,
+    /// All admin tokens, so that gateways judge for themselves whom they tell about the fleet.
+    pub tokens: BTreeMap<Uuid, Arc<AdminToken>>,
 }
 
 /// The way from one snapshot to a later one.
@@ -41,6 +44,8 @@ pub struct Delta {
     pub removed_workers: Vec<WorkerId>,
     pub upserted_policies: Vec<Arc<PolicyRecord>>,
     pub removed_policies: Vec<String>,
+    /// All of them, changed or not: there are few.
+    pub tokens: Vec<Arc<AdminToken>>,
     /// [`Snapshot::checksum`] of the result.
     pub result_checksum: u32,
 }
@@ -81,6 +86,7 @@ impl Snapshot {
             removed_workers,
             upserted_policies,
             removed_policies,
+            tokens: newer.tokens.values().cloned().collect(),
             result_checksum,
         }
     }
@@ -106,6 +112,7 @@ impl Snapshot {
         }
         next.workers.extend(delta.upserted_workers.iter().map(|worker| (worker.id, Arc::clone(worker))));
         next.policies.extend(delta.upserted_policies.iter().map(|record| (record.model.clone(), Arc::clone(record))));
+        next.tokens = delta.tokens.iter().map(|token| (token.id, Arc::clone(token))).collect();
         if next.checksum() == delta.result_checksum { Ok(next) } else { Err(DeltaError::Checksum) }
     }
 }

@@ -3,6 +3,7 @@
 //! The encoding is canonical: maps are ordered, so equal values have equal bytes. Enum numbers are the declaration order of the domain
 //! enums, which the schema repeats; a number from a newer version becomes an error, never a guess.
 
+mod access;
 mod tuning;
 
 use std::collections::BTreeMap;
@@ -13,6 +14,9 @@ use smg_messages::state as pb;
 use thiserror::Error;
 use uuid::Uuid;
 
+pub use access::{token_from_pb, token_to_pb};
+
+use crate::access::Role;
 use crate::policy::{
     BreakerPolicy, HealthPolicy, PolicyDocument, PolicyRecord, PolicySource, RegistrationPolicy, RetryPolicy,
 };
@@ -58,6 +62,7 @@ enum_numbers! {
     JobKind => job_kind_number, job_kind, "job.kind";
     JobStatus => job_status_number, job_status, "job.status";
     PolicySource => policy_source_number, policy_source, "source";
+    Role => role_number, role, "role";
 }
 
 /// A CRC-32C of `bytes`.
@@ -188,7 +193,7 @@ pub fn spec_to_pb(spec: &WorkerSpec) -> pb::WorkerSpec {
         labels: spec.labels.clone(),
         priority: spec.priority,
         cost: spec.cost,
-        api_key: spec.api_key.clone(),
+        api_key: spec.api_key.as_deref().map(str::to_owned),
         bootstrap_port: spec.bootstrap_port.map(u32::from),
         kv_connector: spec.kv_connector.clone(),
         kv_role: spec.kv_role.clone(),
@@ -217,7 +222,7 @@ pub fn spec_from_pb(spec: pb::WorkerSpec) -> Result<WorkerSpec, WireError> {
         labels: spec.labels,
         priority: spec.priority,
         cost: spec.cost,
-        api_key: spec.api_key,
+        api_key: spec.api_key.map(Into::into),
         bootstrap_port: bootstrap_port.map_err(|_| WireError::Field("bootstrap_port"))?,
         kv_connector: spec.kv_connector,
         kv_role: spec.kv_role,
@@ -459,6 +464,7 @@ pub fn encode_snapshot(snapshot: &Snapshot) -> Vec<u8> {
         revision: snapshot.revision,
         workers: snapshot.workers.values().map(|worker| worker_to_pb(worker)).collect(),
         policies: snapshot.policies.values().map(|record| record_to_pb(record)).collect(),
+        tokens: snapshot.tokens.values().map(|token| token_to_pb(token)).collect(),
     }
     .encode_to_vec()
 }
@@ -472,12 +478,14 @@ pub fn decode_snapshot(bytes: &[u8]) -> Result<Snapshot, WireError> {
     let workers = snapshot.workers.into_iter().map(|worker| worker_from_pb(worker).map(|w| (w.id, Arc::new(w))));
     let policies =
         snapshot.policies.into_iter().map(|record| record_from_pb(record).map(|r| (r.model.clone(), Arc::new(r))));
+    let tokens = snapshot.tokens.into_iter().map(|token| token_from_pb(token).map(|t| (t.id, Arc::new(t))));
     Ok(Snapshot {
         cluster_id: id_from_bytes(&snapshot.cluster_id, "cluster_id")?,
         history_id: id_from_bytes(&snapshot.history_id, "history_id")?,
         revision: snapshot.revision,
         workers: workers.collect::<Result<_, _>>()?,
         policies: policies.collect::<Result<_, _>>()?,
+        tokens: tokens.collect::<Result<_, _>>()?,
     })
 }
 
@@ -492,6 +500,7 @@ pub fn delta_to_pb(delta: &Delta) -> pb::Delta {
         upserted_policies: delta.upserted_policies.iter().map(|record| record_to_pb(record)).collect(),
         removed_policies: delta.removed_policies.clone(),
         result_checksum: delta.result_checksum,
+        tokens: delta.tokens.iter().map(|token| token_to_pb(token)).collect(),
     }
 }
 
@@ -502,6 +511,7 @@ pub fn delta_to_pb(delta: &Delta) -> pb::Delta {
 pub fn delta_from_pb(delta: pb::Delta) -> Result<Delta, WireError> {
     let workers = delta.upserted_workers.into_iter().map(|worker| worker_from_pb(worker).map(Arc::new));
     let policies = delta.upserted_policies.into_iter().map(|record| record_from_pb(record).map(Arc::new));
+    let tokens = delta.tokens.into_iter().map(|token| token_from_pb(token).map(Arc::new));
     Ok(Delta {
         history_id: id_from_bytes(&delta.history_id, "history_id")?,
         from_revision: delta.from_revision,
@@ -511,6 +521,7 @@ pub fn delta_from_pb(delta: pb::Delta) -> Result<Delta, WireError> {
         upserted_policies: policies.collect::<Result<_, _>>()?,
         removed_policies: delta.removed_policies,
         result_checksum: delta.result_checksum,
+        tokens: tokens.collect::<Result<_, _>>()?,
     })
 }
 

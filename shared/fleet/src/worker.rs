@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::Revision;
+use crate::access::Secret;
 use crate::url::{UrlError, WorkerUrl};
 
 /// Identity of a worker: a UUIDv7, stable for one URL.
@@ -316,7 +317,7 @@ pub struct WorkerSpec {
     pub cost: f64,
     /// Bearer key of the engine. Accepted, never shown.
     #[serde(default, skip_serializing)]
-    pub api_key: Option<String>,
+    pub api_key: Option<Secret>,
     /// Bootstrap port (SGLang, TokenSpeed, vLLM Mooncake).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bootstrap_port: Option<u16>,
@@ -388,7 +389,8 @@ pub struct WorkerPatch {
     pub priority: Option<u32>,
     pub cost: Option<f64>,
     pub labels: BTreeMap<String, String>,
-    pub api_key: Option<String>,
+    #[serde(skip_serializing)]
+    pub api_key: Option<Secret>,
     #[serde(deserialize_with = "crate::object::required")]
     pub health: HealthOverride,
 }

@@ -1,13 +1,17 @@
 //! Sockets and time, for both planes.
 //!
 //! * [`serve`]: one accept loop for every listener, with a drain that cuts nothing before its deadline;
+//! * [`patience`]: how long a connection may make us wait, and how old it may grow;
+//! * [`tls`]: certificates from files, for listeners and towards workers;
 //! * [`memory`]: a transport inside the process, so that one process with both planes runs the same services as two;
 //! * [`backoff`]: how long to wait before trying again;
 //! * [`spawn`]: named background tasks.
 
 pub mod backoff;
 pub mod memory;
+pub mod patience;
 pub mod serve;
+pub mod tls;
 
 use std::future::Future;
 

@@ -13,16 +13,26 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::HeaderValue;
+use http::header::CONNECTION;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::memory;
+use crate::patience::{Activity, Noted, Patience, Timeout, Tracked};
+use crate::tls::ServerTls;
+
+/// How long an unused connection has for its last bytes once it is being closed.
+const LAST_BYTES: Duration = Duration::from_secs(30);
+/// Longest TLS handshake when the head of a request has no limit.
+const MAX_HANDSHAKE: Duration = Duration::from_secs(60);
 
 /// The phases of the end of a server.
 #[derive(Debug, Clone, Default)]
@@ -41,22 +51,29 @@ impl Shutdown {
     }
 }
 
-/// Observes the number of open connections.
-pub type ConnectionObserver = Arc<dyn Fn(i64) + Send + Sync>;
-
-/// How to serve.
-#[derive(Clone)]
-pub struct ServeOptions {
-    /// How long a client may take to send the head of a request, idle time on a kept-alive connection included.
-    pub header_read_timeout: Duration,
-    /// Called with +1 and -1.
-    pub observer: Option<ConnectionObserver>,
+/// What happens to connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConnectionEvent {
+    /// One was accepted.
+    Opened,
+    /// One has ended.
+    Closed,
+    /// One is being closed because its client broke a limit.
+    TimedOut(Timeout),
 }
 
-impl Default for ServeOptions {
-    fn default() -> Self {
-        Self { header_read_timeout: Duration::from_secs(30), observer: None }
-    }
+/// Observes connections.
+pub type ConnectionObserver = Arc<dyn Fn(ConnectionEvent) + Send + Sync>;
+
+/// How to serve.
+#[derive(Clone, Default)]
+pub struct ServeOptions {
+    /// How long a connection may make us wait, and how old it may grow.
+    pub patience: Patience,
+    /// TLS of accepted sockets; connections inside the process never have it.
+    pub tls: Option<Arc<ServerTls>>,
+    /// Told about every connection.
+    pub observer: Option<ConnectionObserver>,
 }
 
 /// What a connection carries.
@@ -121,7 +138,10 @@ impl Server {
                 Ok((stream, _)) => {
                     // Tokens are small writes: waiting to fill a packet would hold each back.
                     let _ = stream.set_nodelay(true);
-                    self.serve_connection(stream, service.clone());
+                    match &self.options.tls {
+                        None => self.serve_connection(stream, service.clone()),
+                        Some(tls) => self.serve_tls(stream, tls.acceptor(), service.clone()),
+                    }
                 }
                 Err(error) => {
                     tracing::warn!(target: "smg", %error, "a connection could not be accepted");
@@ -158,54 +178,129 @@ impl Server {
         S: HttpService<B>,
         B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
     {
-        let (shutdown, cut) = (self.shutdown.clone(), self.cut.clone());
-        let options = self.options.clone();
+        let server = self.clone();
         self.connections.spawn(async move {
-            let _open = options.observer.as_ref().map(Open::new);
-            let mut builder = auto::Builder::new(TokioExecutor::new());
-            builder
-                .http1()
-                .timer(TokioTimer::new())
-                .header_read_timeout(options.header_read_timeout)
-                .keep_alive(!shutdown.notice.is_cancelled());
-            builder
-                .http2()
-                .timer(TokioTimer::new())
-                .keep_alive_interval(Duration::from_secs(20))
-                .keep_alive_timeout(Duration::from_secs(20));
-            let begun = CancellationToken::new();
-            let service = {
-                let (begun, service) = (begun.clone(), TowerToHyperService::new(service));
-                hyper::service::service_fn(move |request| {
-                    begun.cancel();
-                    hyper::service::Service::call(&service, request)
-                })
+            let _open = Open::new(&server.options);
+            server.drive(stream, service).await;
+        });
+    }
+
+    /// As [`Server::serve_connection`], behind a TLS handshake, which has the time of a request head.
+    fn serve_tls<S, B>(&self, stream: TcpStream, acceptor: TlsAcceptor, service: S)
+    where
+        S: HttpService<B>,
+        B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
+    {
+        let server = self.clone();
+        self.connections.spawn(async move {
+            let open = Open::new(&server.options);
+            let limit = server.options.patience.header_read.unwrap_or(MAX_HANDSHAKE);
+            let handshake = tokio::select! {
+                () = server.cut.cancelled() => return,
+                handshake = tokio::time::timeout(limit, acceptor.accept(stream)) => handshake,
             };
-            let connection = builder.serve_connection(TokioIo::new(stream), service);
-            tokio::pin!(connection);
-            // Whoever connected and has not asked yet gets an answer too: closing before would be a refusal without words.
-            let leave = async {
-                shutdown.notice.cancelled().await;
-                tokio::select! {
-                    () = begun.cancelled() => {}
-                    () = shutdown.closing.cancelled() => {}
-                }
-            };
-            let ended = tokio::select! {
-                ended = connection.as_mut() => ended,
-                () = cut.cancelled() => return,
-                () = leave => {
-                    connection.as_mut().graceful_shutdown();
-                    tokio::select! {
-                        ended = connection.as_mut() => ended,
-                        () = cut.cancelled() => return,
-                    }
-                }
-            };
-            if let Err(error) = ended {
-                tracing::debug!(target: "smg", error, "a connection ended with an error");
+            match handshake {
+                Ok(Ok(stream)) => server.drive(stream, service).await,
+                Ok(Err(error)) => tracing::debug!(target: "smg", %error, "a TLS handshake failed"),
+                Err(_) => open.tell(ConnectionEvent::TimedOut(Timeout::HeaderRead)),
             }
         });
+    }
+
+    async fn drive<IO, S, B>(self, stream: IO, service: S)
+    where
+        IO: Stream,
+        S: HttpService<B>,
+        B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
+    {
+        let Self { options, shutdown, cut, .. } = self;
+        let activity = Activity::new();
+        let mut builder = auto::Builder::new(TokioExecutor::new());
+        // The limits of `patience` hold instead: they tell a slow head from an unused connection.
+        builder
+            .http1()
+            .timer(TokioTimer::new())
+            .header_read_timeout(None::<Duration>)
+            .keep_alive(!shutdown.notice.is_cancelled());
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .keep_alive_interval(Duration::from_secs(20))
+            .keep_alive_timeout(Duration::from_secs(20));
+        let begun = CancellationToken::new();
+        let service = {
+            let (begun, activity, service) = (begun.clone(), Arc::clone(&activity), TowerToHyperService::new(service));
+            hyper::service::service_fn(move |request: http::Request<Incoming>| {
+                begun.cancel();
+                let in_flight = activity.begin(request.version());
+                let last = (!activity.is_http2()).then(|| Arc::clone(&activity));
+                let response = hyper::service::Service::call(&service, request);
+                async move {
+                    let mut response = response.await?;
+                    if last.is_some_and(|activity| activity.is_retiring()) {
+                        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                    }
+                    Ok::<_, Infallible>(response.map(|body| Tracked::new(body, in_flight)))
+                }
+            })
+        };
+        let connection = builder.serve_connection(TokioIo::new(Noted::new(stream, Arc::clone(&activity))), service);
+        tokio::pin!(connection);
+        // Whoever connected and has not asked yet gets an answer too: closing before would be a refusal without words.
+        let leave = async {
+            shutdown.notice.cancelled().await;
+            tokio::select! {
+                () = begun.cancelled() => {}
+                () = shutdown.closing.cancelled() => {}
+            }
+        };
+        let aged = async {
+            match options.patience.max_age {
+                Some(age) => tokio::time::sleep(age.mul_f64(rand::random_range(0.9..1.1))).await,
+                None => std::future::pending().await,
+            }
+        };
+        let broken = activity.broken(options.patience);
+        tokio::pin!(leave, aged, broken);
+        let (mut closing, mut old) = (false, false);
+        let ended = loop {
+            tokio::select! {
+                ended = connection.as_mut() => break ended,
+                () = cut.cancelled() => return,
+                () = &mut leave, if !closing => {
+                    closing = true;
+                    connection.as_mut().graceful_shutdown();
+                }
+                () = &mut aged, if !old => {
+                    old = true;
+                    if activity.is_http2() {
+                        closing = true;
+                        connection.as_mut().graceful_shutdown();
+                    } else {
+                        // Closing an unused HTTP/1 connection now could meet a request on its way: its next answer says goodbye.
+                        activity.retire();
+                    }
+                }
+                timeout = &mut broken, if !closing => {
+                    if let Some(observer) = &options.observer {
+                        observer(ConnectionEvent::TimedOut(timeout));
+                    }
+                    if timeout == Timeout::HeaderRead {
+                        return;
+                    }
+                    connection.as_mut().graceful_shutdown();
+                    // A client that does not read the end of its last answer must not stay for ever.
+                    tokio::select! {
+                        ended = connection.as_mut() => break ended,
+                        () = cut.cancelled() => return,
+                        () = tokio::time::sleep(LAST_BYTES) => return,
+                    }
+                }
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(target: "smg", error, "a connection ended with an error");
+        }
     }
 
     /// Waits until every connection has ended, at most `limit`; then cuts the rest. Returns how many were cut.
@@ -221,17 +316,25 @@ impl Server {
     }
 }
 
-struct Open(ConnectionObserver);
+/// A connection that is open, for those who count them.
+struct Open(Option<ConnectionObserver>);
 
 impl Open {
-    fn new(observer: &ConnectionObserver) -> Self {
-        observer(1);
-        Self(Arc::clone(observer))
+    fn new(options: &ServeOptions) -> Self {
+        let open = Self(options.observer.clone());
+        open.tell(ConnectionEvent::Opened);
+        open
+    }
+
+    fn tell(&self, event: ConnectionEvent) {
+        if let Some(observer) = &self.0 {
+            observer(event);
+        }
     }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        (self.0)(-1);
+        self.tell(ConnectionEvent::Closed);
     }
 }

@@ -71,7 +71,11 @@ metrics! {
     http_request_duration: HistogramVec("smg_http_request_duration_seconds", "Time from a request's arrival to the end of its response body.", ["method", "path"], buckets = durations);
     http_responses: IntCounterVec("smg_http_responses_total", "Responses sent.", ["path", "status_code", "error_code"]);
     http_connections_active: IntGauge("smg_http_connections_active", "Open client connections.");
-    http_connection_timeouts: IntCounterVec("smg_http_connection_timeouts_total", "Client connections closed because the client was too slow.", ["timeout"]);
+    http_connection_timeouts: IntCounterVec("smg_http_connection_timeouts_total", "Client connections closed because a request head took too long (header_read) or no request came (idle).", ["timeout"]);
+    http_rate_limit: IntCounterVec("smg_http_rate_limit_total", "Requests admitted or refused by the limit of concurrent requests.", ["result"]);
+    admission_queue_depth: IntGauge("smg_admission_queue_depth", "Requests that wait to be admitted.");
+    admission_inflight: IntGauge("smg_admission_inflight", "Admitted requests whose response has not ended.");
+    admission_queue_rejected: IntCounterVec("smg_admission_queue_rejected_total", "Requests refused because the admission queue was full, or the wait too long.", ["reason"]);
     http_requests_active: IntGauge("smg_http_requests_active", "Requests between arrival and the end of their response body.");
     router_requests: IntCounterVec("smg_router_requests_total", "Requests routed to workers.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "streaming"]);
     router_request_duration: HistogramVec("smg_router_request_duration_seconds", "Time from routing to the end of the response body.", ["router_type", "backend_type", "connection_mode", "model", "endpoint"], buckets = durations);

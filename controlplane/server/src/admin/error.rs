@@ -1,16 +1,19 @@
 //! Codes and statuses of the admin API. Every error of every handler passes here.
 //!
 //! The codes of `/workers` are those of the documented system; `STORE_FAILED`, `CONTROL_PLANE_UNAVAILABLE`, `OUTCOME_UNKNOWN`,
-//! `REVISION_CONFLICT`, `POLICY_NOT_FOUND`, `LIMIT_EXCEEDED`, `NOT_FOUND` and `METHOD_NOT_ALLOWED` are additions.
+//! `REVISION_CONFLICT`, `POLICY_NOT_FOUND`, `LIMIT_EXCEEDED`, `NOT_FOUND`, `METHOD_NOT_ALLOWED`,
+//! `UNAUTHORIZED`, `FORBIDDEN`, `TOKEN_NOT_FOUND`, `TOKEN_ALREADY_EXISTS` and `LAST_ADMIN_TOKEN` are additions.
 
 use axum::Json;
-use axum::http::StatusCode;
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
+use smg_fleet::access::Denied;
 use smg_state::{Rejection, RejectionCode};
 use smg_store::StoreError;
 use thiserror::Error;
 
+use super::access::challenge;
 use crate::writer::WriteError;
 
 /// Why an admin request was not served.
@@ -28,6 +31,12 @@ pub enum ApiError {
     /// No policy document for this model.
     #[error("no policy document for '{0}'")]
     PolicyNotFound(String),
+    /// No token has this id.
+    #[error("token {0} not found")]
+    TokenNotFound(String),
+    /// The caller may not do this.
+    #[error(transparent)]
+    Denied(Denied),
     /// The body is larger than the limit.
     #[error("the body is larger than {0} bytes")]
     TooLarge(usize),
@@ -65,6 +74,9 @@ impl ApiError {
             Self::Provider(_) => (StatusCode::BAD_REQUEST, "PROVIDER_NOT_COMPILED"),
             Self::WorkerNotFound(_) => (StatusCode::NOT_FOUND, "WORKER_NOT_FOUND"),
             Self::PolicyNotFound(_) => (StatusCode::NOT_FOUND, "POLICY_NOT_FOUND"),
+            Self::TokenNotFound(_) => (StatusCode::NOT_FOUND, "TOKEN_NOT_FOUND"),
+            Self::Denied(Denied::Role { .. }) => (StatusCode::FORBIDDEN, "FORBIDDEN"),
+            Self::Denied(_) => (StatusCode::UNAUTHORIZED, "UNAUTHORIZED"),
             Self::TooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE"),
             Self::UnknownRoute(_) => (StatusCode::NOT_FOUND, "NOT_FOUND"),
             Self::WrongMethod(_) => (StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED"),
@@ -77,6 +89,9 @@ impl ApiError {
                 RejectionCode::Invalid => (StatusCode::BAD_REQUEST, "BAD_REQUEST"),
                 RejectionCode::PolicyNotFound => (StatusCode::NOT_FOUND, "POLICY_NOT_FOUND"),
                 RejectionCode::Limit => (StatusCode::CONFLICT, "LIMIT_EXCEEDED"),
+                RejectionCode::TokenNotFound => (StatusCode::NOT_FOUND, "TOKEN_NOT_FOUND"),
+                RejectionCode::TokenAlreadyExists => (StatusCode::CONFLICT, "TOKEN_ALREADY_EXISTS"),
+                RejectionCode::LastAdminToken => (StatusCode::CONFLICT, "LAST_ADMIN_TOKEN"),
                 RejectionCode::JobSuperseded => (StatusCode::INTERNAL_SERVER_ERROR, "INTERNAL_SERVER_ERROR"),
             },
             Self::Store(StoreError::Failed(_)) => (StatusCode::SERVICE_UNAVAILABLE, "STORE_FAILED"),
@@ -91,6 +106,10 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, code) = self.status_and_code();
-        (status, Json(json!({"error": self.to_string(), "code": code}))).into_response()
+        let mut response = (status, Json(json!({"error": self.to_string(), "code": code}))).into_response();
+        if let Self::Denied(denied @ (Denied::Missing | Denied::Unknown)) = self {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge(denied));
+        }
+        response
     }
 }

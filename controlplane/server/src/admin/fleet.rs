@@ -1,4 +1,4 @@
-//! `/fleet/gateways` and `/fleet/cluster`: what this node knows about the system itself. Never waits for the store.
+//! `/fleet/gateways` and `/fleet/cluster`: what this node knows about the system itself. Waits for the store only where it says so.
 
 use axum::Json;
 use axum::extract::State;
@@ -6,6 +6,7 @@ use axum::response::Response;
 use serde_json::json;
 use smg_store::Leadership;
 
+use super::error::ApiError;
 use super::{Admin, at_revision};
 
 /// The gateways that are, or lately were, connected to this node.
@@ -13,6 +14,12 @@ pub(super) async fn gateways(State(admin): State<Admin>) -> Response {
     let gateways = admin.gateways.list();
     let revision = admin.writer.store().local().revision();
     at_revision(revision, Json(json!({"total": gateways.len(), "gateways": gateways})))
+}
+
+/// The revision that holds every acknowledged write: a gateway that has it knows all there is to know.
+pub(super) async fn revision(State(admin): State<Admin>) -> Result<Response, ApiError> {
+    let revision = admin.writer.barrier().await?;
+    Ok(at_revision(revision, Json(json!({"revision": revision}))))
 }
 
 /// The state of this node's store.

@@ -14,6 +14,7 @@ use smg_fleet::{Revision, WorkerId};
 use smg_state::{Command, CommandId};
 use uuid::Uuid;
 
+use super::access::Identity;
 use super::error::ApiError;
 use crate::writer::Write;
 
@@ -102,7 +103,7 @@ pub(super) fn json<T: DeserializeOwned>(parts: &Parts, bytes: &[u8]) -> Result<T
 pub(super) fn write(parts: &Parts, body: &[u8], command: Command) -> Result<Write, ApiError> {
     Ok(Write {
         command_id: command_id(parts, body)?,
-        actor: "admin-api".to_owned(),
+        actor: parts.extensions.get::<Identity>().map_or_else(|| "admin-api".to_owned(), Identity::actor),
         expected_revision: if_match(&parts.headers)?,
         command,
     })

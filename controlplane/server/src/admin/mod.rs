@@ -5,6 +5,7 @@
 //! * Reads are linearizable unless they say `?consistency=stale`. Single objects carry an `ETag` with their `mod_revision`; writes accept
 //!   it back in `If-Match`.
 //! * `Idempotency-Key: <uuid>` makes a repeated write the same write: it is answered again and not applied again.
+//! * [`access`] decides who may ask; changes carry the name of the token that asked.
 //! * Errors are `{"error": "<message>", "code": "<CODE>"}`; [`error`] is the one place that knows codes and statuses.
 
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use smg_store::StoreError;
 use crate::sync::gateways::Gateways;
 use crate::writer::Writer;
 
+pub mod access;
 pub mod error;
 mod fleet;
 mod intake;
@@ -29,8 +31,10 @@ mod policies;
 mod settings;
 #[cfg(test)]
 mod tests;
+mod tokens;
 mod workers;
 
+use access::AccessOptions;
 use error::ApiError;
 
 /// Name of the header with the state's revision.
@@ -42,11 +46,12 @@ struct Admin {
     writer: Writer,
     gateways: Arc<Gateways>,
     max_body_bytes: usize,
+    access: Arc<AccessOptions>,
 }
 
 /// The routes of the admin API.
-pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize) -> Router {
-    let admin = Admin { writer, gateways, max_body_bytes };
+pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize, access: Arc<AccessOptions>) -> Router {
+    let admin = Admin { writer, gateways, max_body_bytes, access };
     Router::new()
         .route("/workers", get(workers::list).post(workers::create))
         .route("/workers/{id}", get(workers::show).put(workers::replace).patch(workers::patch).delete(workers::remove))
@@ -55,10 +60,16 @@ pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize) ->
         .route("/fleet/pairing", get(pairing::show))
         .route("/fleet/pairing/explain", post(pairing::explain))
         .route("/fleet/settings", get(settings::show).put(settings::put))
+        .route("/fleet/tokens", get(tokens::list).post(tokens::create))
+        .route("/fleet/tokens/{id}", get(tokens::show).delete(tokens::revoke))
+        .route("/fleet/whoami", get(tokens::whoami))
         .route("/fleet/gateways", get(fleet::gateways))
         .route("/fleet/cluster", get(fleet::cluster))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(admin.clone(), access::authenticate))
+        // A number that tells nothing about the fleet: gateways ask for it on behalf of clients, who are nobody here.
+        .route("/fleet/revision", get(fleet::revision))
         .layer(from_fn_with_state(admin.clone(), with_revision))
         .with_state(admin)
 }

@@ -11,12 +11,11 @@ pub(super) fn unsupported(spec: &WorkerSpec) -> Option<String> {
     };
     let role = spec.worker_type;
     match url.scheme() {
-        Scheme::Http => {}
+        Scheme::Http | Scheme::Https => {}
         Scheme::Ipc if role != WorkerType::Regular => {
             return Some(format!("an ipc:// worker cannot be a {role} worker: the ZMQ wire has no KV handoff"));
         }
         Scheme::Ipc => return Some("ipc:// workers are not supported by this version".to_owned()),
-        Scheme::Https => return Some("https:// workers are not supported by this version: use http://".to_owned()),
         Scheme::Grpc | Scheme::Grpcs => {
             return Some("gRPC workers are not supported by this version: use the engine's HTTP server".to_owned());
         }
@@ -60,7 +59,6 @@ mod tests {
             ("ipc:///tmp/r", WorkerType::Regular, Runtime::Vllm, "not supported"),
             ("grpc://h:1", WorkerType::Prefill, Runtime::Vllm, "gRPC"),
             ("grpcs://h:1", WorkerType::Regular, Runtime::Vllm, "gRPC"),
-            ("https://h:1", WorkerType::Regular, Runtime::Vllm, "https"),
             ("http://h:1", WorkerType::Prefill, Runtime::Trtllm, "trtllm"),
             ("http://h:1", WorkerType::Decode, Runtime::Mlx, "mlx"),
             ("http://h:1", WorkerType::Decode, Runtime::Tokenspeed, "tokenspeed"),

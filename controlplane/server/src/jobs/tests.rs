@@ -182,7 +182,6 @@ async fn what_this_version_cannot_serve_is_accepted_and_fails_with_the_reason() 
         (json!({"url": "http://127.0.0.1:10", "worker_type": "decode", "runtime_type": "mlx"}), "mlx"),
         (json!({"url": "http://127.0.0.1:11", "worker_type": "decode", "runtime": "tokenspeed"}), "tokenspeed"),
         (json!({"url": "grpc://127.0.0.1:12", "worker_type": "decode"}), "gRPC"),
-        (json!({"url": "https://127.0.0.1:13"}), "https://"),
     ];
     for (body, reason) in cases {
         let id = accept(&plane, body).await;

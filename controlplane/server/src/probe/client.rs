@@ -13,6 +13,7 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use smg_net::tls::{ClientConfig, WorkerConnector, worker_connector};
 use thiserror::Error;
 use tokio::time::timeout;
 
@@ -48,19 +49,20 @@ pub struct Answer {
 /// The client. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ProbeClient {
-    client: Client<HttpConnector, Empty<Bytes>>,
+    client: Client<WorkerConnector, Empty<Bytes>>,
 }
 
 impl Default for ProbeClient {
     fn default() -> Self {
-        Self::new()
+        Self::new(None)
     }
 }
 
 impl ProbeClient {
-    /// A client.
-    pub fn new() -> Self {
-        let client = Client::builder(TokioExecutor::new()).pool_max_idle_per_host(0).build(HttpConnector::new());
+    /// A client. `tls` says what connections to `https://` workers trust and present; without it no such worker is trusted.
+    pub fn new(tls: Option<&ClientConfig>) -> Self {
+        let connector = worker_connector(HttpConnector::new(), tls);
+        let client = Client::builder(TokioExecutor::new()).pool_max_idle_per_host(0).build(connector);
         Self { client }
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use smg_fleet::policy::Probe;
-use smg_fleet::{Health, Intent, Settings, Worker, WorkerId, WorkerType};
+use smg_fleet::{Health, Intent, Secret, Settings, Worker, WorkerId, WorkerType};
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
 use tokio::sync::Semaphore;
@@ -55,7 +55,7 @@ impl Default for Timing {
 #[derive(Debug, Clone, PartialEq)]
 struct Target {
     url: String,
-    key: Option<String>,
+    key: Option<Secret>,
     worker_type: WorkerType,
     probe: Probe,
 }

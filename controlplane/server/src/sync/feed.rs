@@ -92,6 +92,7 @@ impl Ring {
             removed_workers,
             upserted_policies,
             removed_policies,
+            tokens: snapshot.tokens.values().cloned().collect(),
             result_checksum: latest.checksum,
         })
     }

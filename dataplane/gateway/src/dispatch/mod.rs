@@ -211,7 +211,13 @@ pub async fn serve(core: &Arc<Core>, request: Inbound) -> Response<Body> {
 }
 
 async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>) {
-    let found = core.table.load().lookup(request.body.model());
+    let mut found = core.table.load().lookup(request.body.model());
+    let mut current = true;
+    if let Lookup::UnknownModel = found {
+        // Another gateway may know it already: only what the control plane confirms is unknown.
+        current = core.freshness.is_current(core).await;
+        found = core.table.load().lookup(request.body.model());
+    }
     let pool = match found {
         Lookup::Pool(pool) if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() => {
             return refuse(core, request, GatewayError::NotForPairs(request.route.path()));
@@ -219,7 +225,8 @@ async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>
         Lookup::Pool(pool) => pool,
         Lookup::UnknownModel => {
             let model = request.body.model().unwrap_or_default().to_owned();
-            return refuse(core, request, GatewayError::ModelNotFound(model));
+            let error = if current { GatewayError::ModelNotFound(model) } else { GatewayError::ModelUnknownYet(model) };
+            return refuse(core, request, error);
         }
         Lookup::ModelRequired => return refuse(core, request, GatewayError::ModelRequired),
         Lookup::NoWorkers => return refuse(core, request, GatewayError::Select(SelectError::Empty("prefill"))),

@@ -12,10 +12,11 @@ use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body_util::{BodyExt, Limited};
 use serde_json::{Value, json};
+use smg_fleet::access::Denied;
 use smg_fleet::validate::worker_spec;
 use smg_fleet::{Snapshot, WorkerId, WorkerSpec, info, matrix};
 
-use super::{Front, intake};
+use super::{Front, access, intake};
 use crate::resilience::breaker::Phase;
 
 /// The revision that a control plane answer reflects.
@@ -31,13 +32,22 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 
 /// Forwards an admin request.
 pub(super) async fn forward(State(front): State<Front>, request: Request) -> Response<Body> {
+    if let Err(denied) = access::judge_forwarded(&front, request.headers()) {
+        return access::refuse_administration(denied);
+    }
     let (head, body) = request.into_parts();
-    let limit = MAX_ADMIN_BODY.min(front.core.options.max_payload_bytes);
-    let body = match intake::read(&head.headers, body, limit, front.core.options.upload_stall_timeout).await {
+    let limits = intake::Limits::of(&front.core.options);
+    let limits = intake::Limits { bytes: MAX_ADMIN_BODY.min(limits.bytes), ..limits };
+    let body = match intake::read(&head.headers, body, limits).await {
         Ok(body) => body,
         Err(error) => return refuse(error.status(), admin_code(error.status()), &error.to_string()),
     };
-    let asked = Asked { uri: head.uri.clone(), is_get: head.method == Method::GET, body: body.clone() };
+    let asked = Asked {
+        uri: head.uri.clone(),
+        is_get: head.method == Method::GET,
+        body: body.clone(),
+        judged: access::judge(&front, &head.method, head.uri.path(), &head.headers),
+    };
     let mut forwarded = http::Request::new(body);
     *forwarded.method_mut() = head.method;
     *forwarded.uri_mut() = head.uri;
@@ -78,6 +88,8 @@ struct Asked {
     uri: Uri,
     is_get: bool,
     body: Bytes,
+    /// What this gateway's snapshot says about the caller: the control plane has the word, unless it is away.
+    judged: Result<(), Denied>,
 }
 
 async fn catch_up(front: &Front, revision: u64) {
@@ -98,6 +110,9 @@ fn admin_code(status: StatusCode) -> &'static str {
 }
 
 fn without_control_plane(front: &Front, asked: &Asked, reason: &str) -> Response<Body> {
+    if let Err(denied) = asked.judged {
+        return access::refuse_administration(denied);
+    }
     let status = front.link.status();
     if let Some(stored) = from_snapshot(front, asked) {
         let (code, mut body) = stored;

@@ -40,7 +40,7 @@ struct Answer {
 async fn ask(core: &Core, worker: &Worker, method: Method, path: &str, limit: Duration) -> Result<Answer, String> {
     let mut request = Request::builder().method(method).uri(format!("{}{path}", worker.spec.url));
     if let Some(key) = &worker.spec.api_key {
-        request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+        request = request.header(header::AUTHORIZATION, format!("Bearer {}", &**key));
     }
     let request = request.body(LegBody::Empty).map_err(|error| error.to_string())?;
     let exchange = async {

@@ -12,6 +12,7 @@ use smg_engines::sglang::UnsupportedRequest;
 use thiserror::Error;
 
 use crate::dispatch::leg::LegError;
+use crate::front::admission::NotAdmitted;
 use crate::select::SelectError;
 
 /// Carries the code of every error the gateway answers for.
@@ -33,12 +34,21 @@ pub enum GatewayError {
     /// The upload stood still.
     #[error("the request body did not arrive in time")]
     BodyStalled,
+    /// The upload took too long as a whole.
+    #[error("the request body was not complete in time")]
+    BodyTimeout,
     /// The upload broke off.
     #[error("the request body could not be read: {0}")]
     BodyBroken(String),
     /// Workers declare models, and none is this one.
     #[error("The model '{0}' does not exist")]
     ModelNotFound(String),
+    /// No worker known here serves the model, and this gateway may know less than the control plane.
+    #[error("The model '{0}' is not known to this gateway, which has not the latest state of the fleet")]
+    ModelUnknownYet(String),
+    /// Too many requests.
+    #[error(transparent)]
+    NotAdmitted(#[from] NotAdmitted),
     /// No model named, several served.
     #[error("Missing required parameter: 'model'. Several models are served.")]
     ModelRequired,
@@ -90,7 +100,9 @@ impl GatewayError {
                 StatusCode::BAD_REQUEST
             }
             Self::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::BodyStalled => StatusCode::REQUEST_TIMEOUT,
+            Self::BodyStalled | Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::NotAdmitted(NotAdmitted::Full) => StatusCode::TOO_MANY_REQUESTS,
+            Self::NotAdmitted(NotAdmitted::Timeout) | Self::ModelUnknownYet(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Select(_) | Self::MoriioPair | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
@@ -108,7 +120,11 @@ impl GatewayError {
             Self::Body(BodyError::TooLarge) | Self::BodyTooLarge(_) => "request_body_too_large",
             Self::Body(_) => "json_parse_error",
             Self::BodyStalled => "request_body_stalled",
+            Self::BodyTimeout => "request_body_timeout",
             Self::BodyBroken(_) => "request_body_broken",
+            Self::NotAdmitted(NotAdmitted::Full) => "admission_queue_full",
+            Self::NotAdmitted(NotAdmitted::Timeout) => "admission_queue_timeout",
+            Self::ModelUnknownYet(_) => "model_not_known_yet",
             Self::ModelNotFound(_) => "model_not_found",
             Self::ModelRequired => "missing_required_parameter",
             Self::Select(SelectError::Incompatible(_)) => "no_compatible_pd_pair",
@@ -131,7 +147,8 @@ impl GatewayError {
     fn retry_after(&self) -> Option<u32> {
         match self {
             Self::Select(SelectError::Incompatible(_)) => None,
-            Self::Select(_) => Some(1),
+            Self::Select(_) | Self::ModelUnknownYet(_) => Some(1),
+            Self::NotAdmitted(_) => Some(2),
             _ => None,
         }
     }

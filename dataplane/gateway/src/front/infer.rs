@@ -8,6 +8,9 @@ use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
 use smg_engines::{ClientBody, Route};
 
+use super::access;
+use super::admission::{self, Admission};
+use super::error::GatewayError;
 use super::intake;
 use crate::core::Core;
 use crate::dispatch::explain::DECISION;
@@ -25,19 +28,31 @@ where
     B: http_body::Body<Data = Bytes, Error: std::error::Error> + Unpin + Send + 'static,
 {
     let arrived = Instant::now();
-    let (head, body) = request.into_parts();
-    let limit = core.options.max_payload_bytes;
-    let bytes = match intake::read(&head.headers, body, limit, core.options.upload_stall_timeout).await {
+    let (mut head, body) = request.into_parts();
+    if let Err(denied) = access::admit(&core.options.keys, &mut head.headers) {
+        intake::linger(body);
+        return access::refuse_inference(denied);
+    }
+    if let Some(Err(refused)) = core.admission.as_ref().map(Admission::look) {
+        intake::linger(body);
+        return GatewayError::NotAdmitted(refused).into_response();
+    }
+    let bytes = match intake::read(&head.headers, body, intake::Limits::of(&core.options)).await {
         Ok(bytes) => bytes,
         Err(error) => return error.into_response(),
     };
     let body = match ClientBody::parse(bytes, route) {
         Ok(body) => body,
-        Err(error) => return super::error::GatewayError::Body(error).into_response(),
+        Err(error) => return GatewayError::Body(error).into_response(),
     };
     let trace = head.extensions.get::<Arc<RequestTrace>>().cloned();
     let explain = asks_for_the_decision(&head.headers);
-    dispatch::serve(&core, Inbound { route, headers: head.headers, body, request_id, arrived, trace, explain }).await
+    let inbound = Inbound { route, headers: head.headers, body, request_id, arrived, trace, explain };
+    let Some(admission) = &core.admission else { return dispatch::serve(&core, inbound).await };
+    match admission.admit().await {
+        Ok(permit) => admission::hold(dispatch::serve(&core, inbound).await, permit),
+        Err(refused) => GatewayError::NotAdmitted(refused).into_response(),
+    }
 }
 
 /// Whether a client asks for the decision on its request: with any value but those that say no.

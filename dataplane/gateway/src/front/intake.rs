@@ -6,8 +6,10 @@ use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header};
 use http_body::Body;
 use http_body_util::BodyExt;
+use tokio::time::Instant;
 
 use super::error::GatewayError;
+use crate::options::GatewayOptions;
 use crate::relay::describe;
 
 /// Space reserved on the word of a content length alone.
@@ -16,14 +18,37 @@ const MAX_RESERVED: u64 = 1024 * 1024;
 const LINGER_BYTES: usize = 16 * 1024 * 1024;
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Reads a whole body of at most `limit` bytes. A body that comes in one piece is not copied.
+/// How patient a reader is.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Most bytes.
+    pub bytes: usize,
+    /// How long nothing may come.
+    pub stall: Duration,
+    /// How long the whole may take: a byte now and then ends no stall.
+    pub total: Duration,
+}
+
+impl Limits {
+    /// Those of a gateway's clients.
+    pub fn of(options: &GatewayOptions) -> Self {
+        Self {
+            bytes: options.max_payload_bytes,
+            stall: options.upload_stall_timeout,
+            total: options.upload_timeout.min(options.request_timeout),
+        }
+    }
+}
+
+/// Reads a whole body. One that comes in one piece is not copied.
 ///
 /// # Errors
-/// When it is too large (before reading, if it says so), stands still for `stall`, or breaks off.
-pub async fn read<B>(headers: &HeaderMap, mut body: B, limit: usize, stall: Duration) -> Result<Bytes, GatewayError>
+/// When it is too large (before reading, if it says so), stands still, takes too long, or breaks off.
+pub async fn read<B>(headers: &HeaderMap, mut body: B, limits: Limits) -> Result<Bytes, GatewayError>
 where
     B: Body<Data = Bytes, Error: std::error::Error> + Unpin + Send + 'static,
 {
+    let limit = limits.bytes;
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|length| length > limit as u64) {
         linger(body);
@@ -31,8 +56,12 @@ where
     }
     let mut first: Option<Bytes> = None;
     let mut whole = BytesMut::new();
+    let end = Instant::now() + limits.total;
     loop {
-        let frame = tokio::time::timeout(stall, body.frame()).await.map_err(|_| GatewayError::BodyStalled)?;
+        let stalled = Instant::now() + limits.stall;
+        let frame = tokio::time::timeout_at(end.min(stalled), body.frame()).await;
+        let frame =
+            frame.map_err(|_| if end <= stalled { GatewayError::BodyTimeout } else { GatewayError::BodyStalled })?;
         let Some(frame) = frame else { break };
         let frame = frame.map_err(|error| GatewayError::BodyBroken(describe(&error)))?;
         let Ok(data) = frame.into_data() else { continue };
@@ -55,7 +84,7 @@ where
 }
 
 /// Takes and drops the rest of a refused upload while its answer is on the way, within bounds.
-fn linger<B: Body<Data = Bytes> + Unpin + Send + 'static>(mut body: B) {
+pub fn linger<B: Body<Data = Bytes> + Unpin + Send + 'static>(mut body: B) {
     let rest = async move {
         let mut taken = 0;
         while taken < LINGER_BYTES
@@ -84,7 +113,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_is_read_whole_however_it_is_cut() {
         for chunks in [&["abcdef"][..], &["ab", "", "cd", "ef"][..], &["", "abcdef"][..]] {
-            let read = read(&HeaderMap::new(), chunked(chunks), 6, Duration::from_secs(5)).await.unwrap();
+            let read = read(&HeaderMap::new(), chunked(chunks), limits(6)).await.unwrap();
             assert_eq!(read, "abcdef");
         }
     }
@@ -92,17 +121,33 @@ mod tests {
     #[tokio::test]
     async fn one_byte_over_the_limit_is_refused_announced_or_not() {
         let mut headers = HeaderMap::new();
-        let refused = read(&headers, chunked(&["abc", "def"]), 5, Duration::from_secs(5)).await;
+        let refused = read(&headers, chunked(&["abc", "def"]), limits(5)).await;
         assert!(matches!(refused, Err(GatewayError::BodyTooLarge(5))));
         headers.insert(header::CONTENT_LENGTH, 6.into());
-        let refused = read(&headers, chunked(&[]), 5, Duration::from_secs(5)).await;
+        let refused = read(&headers, chunked(&[]), limits(5)).await;
         assert!(matches!(refused, Err(GatewayError::BodyTooLarge(5))));
     }
 
-    #[tokio::test]
+    fn limits(bytes: usize) -> Limits {
+        Limits { bytes, stall: Duration::from_secs(300), total: Duration::from_secs(600) }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_byte_now_and_then_does_not_keep_an_upload_alive() {
+        let drops = stream::unfold((), |()| async {
+            tokio::time::sleep(Duration::from_secs(25)).await;
+            Some((Ok::<_, std::io::Error>(Bytes::from_static(b"x")), ()))
+        });
+        let begun = Instant::now();
+        let refused = read(&HeaderMap::new(), Body::from_stream(drops), limits(1000)).await;
+        assert!(matches!(refused, Err(GatewayError::BodyTimeout)));
+        assert_eq!(begun.elapsed(), Duration::from_secs(600));
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn an_upload_that_stands_still_is_given_up() {
         let body = Body::from_stream(stream::pending::<Result<Bytes, std::io::Error>>());
-        let refused = read(&HeaderMap::new(), body, 5, Duration::from_millis(20)).await;
+        let refused = read(&HeaderMap::new(), body, limits(5)).await;
         assert!(matches!(refused, Err(GatewayError::BodyStalled)));
     }
 }

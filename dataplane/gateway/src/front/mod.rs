@@ -1,6 +1,9 @@
 //! The client edge: routes, request bodies, request ids, probes, and the one mapper from errors to responses.
 
+pub mod access;
 pub mod admin;
+pub mod admission;
+pub mod cors;
 mod engines;
 pub mod error;
 mod infer;
@@ -65,7 +68,9 @@ impl tower::Service<http::Request<Incoming>> for Api {
 
     fn call(&mut self, request: http::Request<Incoming>) -> Self::Future {
         let path = request.uri().path();
-        let inference = Route::ALL.into_iter().find(|route| route.path() == path && request.method() == Method::POST);
+        // Answers to pages of other origins are marked on their way through the router.
+        let short = request.method() == Method::POST && self.front.core.options.cors_origins == cors::Origins::None;
+        let inference = Route::ALL.into_iter().find(|route| short && route.path() == path);
         match inference {
             Some(route) => {
                 let front = self.front.clone();
@@ -85,6 +90,20 @@ async fn routed(route: Route, state: State<Front>, id: Extension<RequestId>, req
 }
 
 fn router(front: Front) -> Router {
+    let router = inference()
+        .merge(open())
+        .merge(administration(&front))
+        .fallback(unknown_url)
+        .method_not_allowed_fallback(method_not_allowed)
+        .layer(middleware::from_fn_with_state(front.clone(), observe::routed));
+    if front.core.options.cors_origins == cors::Origins::None {
+        return router.with_state(front);
+    }
+    router.layer(middleware::from_fn_with_state(front.clone(), cors::answer)).with_state(front)
+}
+
+/// Routes that workers serve.
+fn inference() -> Router<Front> {
     let mut router = Router::new();
     for route in Route::ALL {
         router = router.route(
@@ -94,24 +113,34 @@ fn router(front: Front) -> Router {
             }),
         );
     }
-    router
+    router.route(
+        "/rerank",
+        post(|state: State<Front>, id: Extension<RequestId>, request: Request| {
+            routed(Route::Rerank, state, id, request)
+        }),
+    )
+}
+
+/// Routes that need nothing.
+fn open() -> Router<Front> {
+    Router::new()
         .route("/health", get(probes::alive))
         .route("/liveness", get(probes::alive))
         .route("/readiness", get(probes::readiness))
         .route("/v1/models", get(probes::models))
         .route("/v1/models/{*id}", get(probes::model))
-        .route(
-            "/rerank",
-            post(|state: State<Front>, id: Extension<RequestId>, request: Request| {
-                routed(Route::Rerank, state, id, request)
-            }),
-        )
         .route("/get_server_info", get(engines::server_info))
         .route("/get_model_info", get(engines::model_info))
         .route("/health_generate", get(engines::health_generate))
         .route("/engine_metrics", get(engines::metrics))
+}
+
+/// Routes that operators use: those answered here, and those forwarded to the control plane, which judges them itself.
+fn administration(front: &Front) -> Router<Front> {
+    Router::new()
         .route("/flush_cache", post(engines::flush_cache))
         .route("/fleet/decisions", get(probes::decisions))
+        .route_layer(middleware::from_fn_with_state(front.clone(), access::administration))
         .route("/workers", any(admin::forward))
         .route("/workers/{id}", any(admin::forward))
         .route("/fleet/policies", any(admin::forward))
@@ -121,10 +150,9 @@ fn router(front: Front) -> Router {
         .route("/fleet/settings", any(admin::forward))
         .route("/fleet/gateways", any(admin::forward))
         .route("/fleet/cluster", any(admin::forward))
-        .fallback(unknown_url)
-        .method_not_allowed_fallback(method_not_allowed)
-        .layer(middleware::from_fn_with_state(front.clone(), observe::routed))
-        .with_state(front)
+        .route("/fleet/tokens", any(admin::forward))
+        .route("/fleet/tokens/{id}", any(admin::forward))
+        .route("/fleet/whoami", any(admin::forward))
 }
 
 async fn unknown_url(request: Request) -> Response<Body> {

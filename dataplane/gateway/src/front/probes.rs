@@ -96,9 +96,13 @@ pub(super) async fn model(
         Ok(Path(id)) => id,
         Err(rejection) => return GatewayError::Url(rejection.body_text()).into_response(),
     };
-    let table = front.core.table.load();
-    if !table.models().any(|known| **known == *id) {
-        return GatewayError::ModelNotFound(id).into_response();
+    let known = || front.core.table.load().models().any(|known| **known == *id);
+    if !known() {
+        let current = front.core.freshness.is_current(&front.core).await;
+        if !known() {
+            let error = if current { GatewayError::ModelNotFound(id) } else { GatewayError::ModelUnknownYet(id) };
+            return error.into_response();
+        }
     }
     json_response(StatusCode::OK, &model_entry(&id, headers.contains_key("anthropic-version")))
 }

@@ -49,7 +49,7 @@ async fn probe(core: &Core, worker: &RoutedWorker) -> bool {
     let endpoint = core.table.load().snapshot.settings("").probe.endpoint;
     let mut request = Request::get(format!("{}{endpoint}", worker.url.as_str()));
     if let Some(key) = &worker.record.spec.api_key {
-        request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+        request = request.header(header::AUTHORIZATION, format!("Bearer {}", &**key));
     }
     let Ok(request) = request.body(LegBody::Empty) else { return false };
     let answer = tokio::time::timeout(PROBE_TIMEOUT, core.client.request(request)).await;

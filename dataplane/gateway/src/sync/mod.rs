@@ -6,6 +6,7 @@
 //! again with backoff.
 
 pub mod dial;
+pub mod freshness;
 pub mod last_known_good;
 mod subscription;
 
@@ -122,7 +123,7 @@ pub(crate) fn install(core: &Arc<Core>, snapshot: Snapshot) -> Result<(), Refuse
 
 /// Starts the subscription: from the last-known-good file if there is one, then from the control plane.
 pub fn start(core: Arc<Core>, dial: Dial) -> Arc<Link> {
-    let link = Arc::new(Link::default());
+    let link = Arc::clone(&core.link);
     let stored = core.options.data_dir.clone().map(LastKnownGood::new);
     if let Some(stored) = &stored {
         stored.restore(&core);

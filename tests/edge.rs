@@ -1,0 +1,254 @@
+//! The client edge under pressure: connections that dawdle or grow old, slow uploads, too many requests, pages of other origins, models
+//! that only others know.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use std::time::Duration;
+
+use reqwest::{Method, Response, StatusCode};
+use serde_json::{Value, json};
+use support::*;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+async fn connect(smg: &Smg) -> TcpStream {
+    TcpStream::connect(("127.0.0.1", smg.port)).await.unwrap()
+}
+
+/// Everything a connection says until it is closed.
+async fn until_closed(stream: &mut TcpStream) -> String {
+    let mut said = Vec::new();
+    // An abrupt end is an end too.
+    let _ = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut said)).await.expect("the connection is closed");
+    String::from_utf8(said).unwrap()
+}
+
+/// One response without a body longer than what comes with its head.
+async fn answer(stream: &mut TcpStream) -> String {
+    let mut said = Vec::new();
+    while !said.windows(4).any(|window| window == b"\r\n\r\n") || !said.ends_with(b"OK") {
+        let mut buffer = [0; 1024];
+        let read = tokio::time::timeout(PATIENCE, stream.read(&mut buffer)).await.unwrap().unwrap();
+        assert_ne!(read, 0, "closed after {:?}", String::from_utf8_lossy(&said));
+        said.extend_from_slice(&buffer[..read]);
+    }
+    String::from_utf8(said).unwrap()
+}
+
+const PROBE: &[u8] = b"GET /liveness HTTP/1.1\r\nhost: gateway\r\n\r\n";
+
+/// `--header-read-timeout-secs`, `--idle-connection-timeout-secs`, `smg_http_connection_timeouts_total`.
+#[tokio::test]
+async fn a_slow_head_and_an_unused_connection_each_have_their_own_limit() {
+    let smg = Smg::launch(&["--header-read-timeout-secs", "1", "--idle-connection-timeout-secs", "3"]).await;
+    let timeouts = async |kind: &str| smg.metric("smg_http_connection_timeouts_total", &[("timeout", kind)]).await;
+    let (mut silent, mut slow, mut idle) = (connect(&smg).await, connect(&smg).await, connect(&smg).await);
+    slow.write_all(b"GET /liveness HTTP/1.1\r\nhost:").await.unwrap();
+    idle.write_all(PROBE).await.unwrap();
+    assert!(answer(&mut idle).await.contains("200 OK"));
+    let mut stalled = connect(&smg).await;
+    stalled.write_all(PROBE).await.unwrap();
+    answer(&mut stalled).await;
+    stalled.write_all(b"GET /live").await.unwrap();
+    for stream in [&mut silent, &mut slow, &mut stalled] {
+        assert_eq!(until_closed(stream).await, "");
+    }
+    assert_eq!(until_closed(&mut idle).await, "");
+    assert_eq!(timeouts("header_read").await, 3.0);
+    assert!(timeouts("idle").await >= 1.0, "the connections of other clients may be counted too");
+    // What is in flight has neither limit.
+    let engine = MockEngine::builder().engine(Engine::Sglang).role(Role::Regular).model(MODEL);
+    let engine = engine.token_delay(Duration::from_millis(400)).start().await.unwrap();
+    smg.register(&spec(&engine, "regular")).await;
+    let mut body = chat_stream();
+    body["max_tokens"] = json!(12);
+    body["ignore_eos"] = json!(true);
+    let text = smg.post("/v1/chat/completions", &body).await.text().await.unwrap();
+    assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+}
+
+/// `--request-body-timeout-secs`, 408 `request_body_timeout`.
+#[tokio::test]
+async fn a_slow_upload_ends_before_any_worker_is_chosen() {
+    let engine = sglang(Role::Regular).await;
+    let smg = Smg::launch(&["--request-body-timeout-secs", "1", "--max-concurrent-requests", "2"]).await;
+    smg.register(&spec(&engine, "regular")).await;
+    let mut uploads = Vec::new();
+    for _ in 0..8 {
+        let stream = connect(&smg).await;
+        let (mut read, mut write) = stream.into_split();
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{";
+        write.write_all(head.as_bytes()).await.unwrap();
+        let drip = tokio::spawn(async move {
+            while write.write_all(b" ").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(100)).await
+            }
+        });
+        uploads.push(tokio::spawn(async move {
+            let mut said = vec![0; 64 * 1024];
+            let read = tokio::time::timeout(PATIENCE, read.read(&mut said)).await.unwrap().unwrap();
+            drip.abort();
+            String::from_utf8_lossy(&said[..read]).into_owned()
+        }));
+    }
+    // More uploads than may be served at once keep nobody out.
+    for _ in 0..4 {
+        assert_eq!(smg.post("/v1/chat/completions", &chat()).await.status(), StatusCode::OK);
+    }
+    for upload in uploads {
+        let answer = upload.await.unwrap();
+        assert!(
+            answer.starts_with("HTTP/1.1 408 ") && answer.contains("x-smg-error-code: request_body_timeout"),
+            "{answer}"
+        );
+    }
+    assert_eq!(engine.generation_count(), 4);
+    smg.until_idle().await;
+}
+
+/// A stream that goes on until it is dropped.
+async fn endless(smg: &Smg) -> Response {
+    let mut body = chat_stream();
+    body["max_tokens"] = json!(100_000);
+    body["ignore_eos"] = json!(true);
+    let mut response = smg.post("/v1/chat/completions", &body).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    response.chunk().await.unwrap().unwrap();
+    response
+}
+
+async fn refused(response: Response) -> (u16, String, String) {
+    let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
+    (response.status().as_u16(), header("x-smg-error-code").unwrap(), header("retry-after").unwrap())
+}
+
+/// `--max-concurrent-requests`, `--queue-size`, `--queue-timeout-secs`; 429 `admission_queue_full`, 503 `admission_queue_timeout`.
+#[tokio::test]
+async fn requests_beyond_the_limit_wait_and_those_beyond_the_queue_are_refused() {
+    let engine = MockEngine::builder().engine(Engine::Sglang).role(Role::Regular).model(MODEL);
+    let engine = engine.token_delay(Duration::from_millis(50)).start().await.unwrap();
+    for (queue, expected) in [("1", (503, "admission_queue_timeout")), ("0", (429, "admission_queue_full"))] {
+        let flags = ["--max-concurrent-requests", "1", "--queue-size", queue, "--queue-timeout-secs", "1"];
+        let smg = Smg::launch(&flags).await;
+        smg.register(&spec(&engine, "regular")).await;
+        let stream = endless(&smg).await;
+        assert_eq!(smg.metric("smg_admission_inflight", &[]).await, 1.0, "a stream counts until its end");
+        let before = engine.generation_count();
+        let (status, code, retry_after) = refused(smg.post("/v1/chat/completions", &chat()).await).await;
+        assert_eq!((status, code.as_str(), retry_after.as_str()), (expected.0, expected.1, "2"));
+        assert_eq!(engine.generation_count(), before, "no worker was asked");
+        assert_eq!(smg.get("/workers").await.status(), StatusCode::OK, "administration is not limited");
+        drop(stream);
+        eventually("the place is free again", || async {
+            (smg.metric("smg_admission_inflight", &[]).await == 0.0).then_some(())
+        })
+        .await;
+        assert_eq!(smg.post("/v1/chat/completions", &chat()).await.status(), StatusCode::OK);
+        let reason = if queue == "1" { "timeout" } else { "full" };
+        assert_eq!(smg.metric("smg_admission_queue_rejected_total", &[("reason", reason)]).await, 1.0);
+        assert_eq!(smg.metric("smg_http_rate_limit_total", &[("result", "rejected")]).await, 1.0);
+        assert_eq!(smg.metric("smg_http_rate_limit_total", &[("result", "allowed")]).await, 2.0);
+        assert_eq!(smg.metric("smg_admission_queue_depth", &[]).await, 0.0);
+    }
+}
+
+/// `--max-connection-age-secs`.
+#[tokio::test]
+async fn an_old_connection_is_asked_to_close_with_an_answer_and_streams_on_it_end_whole() {
+    let smg = Smg::launch(&["--max-connection-age-secs", "1"]).await;
+    let mut connection = connect(&smg).await;
+    let mut answers = 0;
+    let last = loop {
+        connection.write_all(PROBE).await.unwrap();
+        let answer = answer(&mut connection).await.to_ascii_lowercase();
+        answers += 1;
+        if answer.contains("connection: close") {
+            break answer;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert!(last.starts_with("http/1.1 200") && answers > 1, "{last}");
+    assert_eq!(until_closed(&mut connection).await, "");
+    // HTTP/2 says goodbye to the connection and lets its stream end.
+    let engine = MockEngine::builder().engine(Engine::Sglang).role(Role::Regular).model(MODEL);
+    let engine = engine.token_delay(Duration::from_millis(150)).start().await.unwrap();
+    smg.register(&spec(&engine, "regular")).await;
+    let http2 = reqwest::Client::builder().http2_prior_knowledge().no_proxy().build().unwrap();
+    let mut body = chat_stream();
+    body["max_tokens"] = json!(16);
+    body["ignore_eos"] = json!(true);
+    let stream = http2.post(format!("{}/v1/chat/completions", smg.url)).json(&body).send().await.unwrap();
+    assert!(stream.text().await.unwrap().ends_with("data: [DONE]\n\n"));
+    let opened = || smg.metric("smg_http_connections_active", &[]);
+    eventually("the old connection has gone", || async { (opened().await <= 1.0).then_some(()) }).await;
+    assert_eq!(http2.get(format!("{}/liveness", smg.url)).send().await.unwrap().status(), StatusCode::OK);
+}
+
+/// `--cors-allowed-origins`: off, exact origins, any.
+#[tokio::test]
+async fn pages_of_named_origins_may_call_and_others_may_not() {
+    let preflight = async |smg: &Smg, origin: &str| {
+        let request = smg.client.request(Method::OPTIONS, format!("{}/v1/chat/completions", smg.url));
+        let request = request.header("origin", origin).header("access-control-request-method", "POST");
+        request.header("access-control-request-headers", "authorization, content-type").send().await.unwrap()
+    };
+    let origin_of = |response: &Response| {
+        response.headers().get("access-control-allow-origin").map(|value| value.to_str().unwrap().to_owned())
+    };
+    let smg =
+        Smg::launch(&["--api-key", "k", "--cors-allowed-origins", "https://app.example", "http://localhost:3000"])
+            .await;
+    let allowed = preflight(&smg, "https://app.example").await;
+    assert_eq!(allowed.status(), StatusCode::NO_CONTENT);
+    assert_eq!(origin_of(&allowed).as_deref(), Some("https://app.example"));
+    assert_eq!(allowed.headers()["access-control-allow-methods"], "GET, POST, PATCH, DELETE, OPTIONS");
+    assert_eq!(allowed.headers()["access-control-allow-headers"], "authorization, content-type");
+    assert_eq!(allowed.headers()["access-control-max-age"], "3600");
+    assert_eq!(origin_of(&preflight(&smg, "https://evil.example").await), None);
+    // An error is readable too, or a page could not tell why it failed.
+    let call = smg.client.post(format!("{}/v1/chat/completions", smg.url)).header("origin", "https://app.example");
+    let call = call.json(&chat()).send().await.unwrap();
+    assert_eq!((call.status(), origin_of(&call).as_deref()), (StatusCode::UNAUTHORIZED, Some("https://app.example")));
+    assert_eq!(call.headers()["vary"], "origin");
+    let any = Smg::launch(&["--cors-allowed-origins", "*"]).await;
+    assert_eq!(origin_of(&preflight(&any, "https://other.example").await).as_deref(), Some("*"));
+    let off = Smg::launch(&[]).await;
+    let answer = preflight(&off, "https://app.example").await;
+    assert_eq!((answer.status(), origin_of(&answer)), (StatusCode::METHOD_NOT_ALLOWED, None));
+}
+
+/// 404 is said only with the control plane's word for it.
+#[tokio::test]
+async fn a_model_that_a_gateway_does_not_know_is_unknown_only_if_the_control_plane_says_so() {
+    let (directory, port) = (tempfile::tempdir().unwrap(), free_port());
+    let mut plane = Smg::controlplane(directory.path(), port, &[]).await;
+    let address = format!("127.0.0.1:{port}");
+    let (one, other) = (Smg::gateway(&address, &[]).await, Smg::gateway(&address, &[]).await);
+    let engine = sglang(Role::Regular).await;
+    one.register(&spec(&engine, "regular")).await;
+    // The other gateway may not have heard of it yet: it asks, and serves.
+    let mut last = StatusCode::OK;
+    for _ in 0..2 {
+        last = other.post("/v1/chat/completions", &chat()).await.status();
+        assert_ne!(last, StatusCode::NOT_FOUND);
+    }
+    assert_eq!(last, StatusCode::OK);
+    let mut unknown = chat();
+    unknown["model"] = json!("nobody-serves-this");
+    let missing = other.post("/v1/chat/completions", &unknown).await;
+    assert_eq!(missing.status(), StatusCode::NOT_FOUND);
+    assert_eq!(other.get("/v1/models/nobody-serves-this").await.status(), StatusCode::NOT_FOUND);
+    plane.kill();
+    let cut_off = other.post("/v1/chat/completions", &unknown).await;
+    let (status, code, retry_after) = refused(cut_off).await;
+    assert_eq!((status, code.as_str(), retry_after.as_str()), (503, "model_not_known_yet", "1"));
+    assert_eq!(other.get("/v1/models/nobody-serves-this").await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(
+        other.post("/v1/chat/completions", &chat()).await.status(),
+        StatusCode::OK,
+        "known models are served on"
+    );
+    let listed: Value = other.get_json("/v1/models").await;
+    assert_eq!(listed["data"][0]["id"], MODEL);
+}

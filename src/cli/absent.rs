@@ -63,11 +63,9 @@ const fn many(names: &'static [&'static str]) -> Flag {
 
 const GROUPS: &[Group] = &[
     Group {
-        feature: "an index of KV blocks or prompt heads for the cache_aware policy",
+        feature: "an index of KV blocks for the cache_aware policy",
         flags: &[
             one(&["block-size"]),
-            one_or_off(&["cache-index"], &["tree"]),
-            one(&["cache-ttl-secs"]),
             one(&["kv-index"]),
             one(&["kv-indexer-ttl-secs"]),
             one(&["kv-indexer-max-entries"]),
@@ -92,7 +90,6 @@ const GROUPS: &[Group] = &[
             one_or_off(&["worker-warmup-divert-every"], &["0"]),
         ],
     },
-    Group { feature: "sticky sessions on any policy", flags: &[switch(&["routing-key-override", "sticky-sessions"])] },
     Group {
         feature: "routing to single data-parallel ranks",
         flags: &[switch(&["dp-aware"]), switch(&["dp-minimum-tokens-scheduler"])],

@@ -306,11 +306,12 @@ fn every_tuning_flag_reaches_the_startup_policy() {
          --prefix-hash-balance-abs-threshold 4 --least-load-kv-pressure-weight 0.5 --least-load-default-throughput 10 \
          --least-load-mean-prefill-tokens 7 --least-load-max-waiting-requests 3 \
          --power-of-two-load-metric least_requests --assignment-mode min_group --max-idle-secs 9 \
-         --bucket-adjust-interval-secs 12",
+         --bucket-adjust-interval-secs 12 --cache-index hash --cache-ttl-secs 60",
     );
     let expected = serde_json::json!({
         "cache_aware": {"cache_threshold": 0.4, "balance_abs_threshold": 5, "balance_rel_threshold": 2.5,
-            "balance_token_usage_threshold": 0.6, "overload_token_usage_threshold": 0.7, "max_tree_size": 1000},
+            "balance_token_usage_threshold": 0.6, "overload_token_usage_threshold": 0.7, "max_tree_size": 1000,
+            "index": "hash", "boundaries": [16, 32], "ttl_secs": 60},
         "bucket": {"adjust_interval_secs": 12, "balance_abs_threshold": 5, "balance_rel_threshold": 2.5},
         "prefix_hash": {"prefix_token_count": 8, "boundaries": [16, 32], "load_factor": 1.5, "balance_abs_threshold": 4.0},
         "least_load": {"kv_pressure_weight": 0.5, "default_throughput": 10.0, "mean_prefill_tokens": 7,
@@ -320,10 +321,11 @@ fn every_tuning_flag_reaches_the_startup_policy() {
     });
     assert_eq!(serde_json::to_value(&said.startup_policy).unwrap(), expected);
     let aliases = "smg --cache-match-threshold 0.4 --spill-abs-threshold 5 --spill-rel-threshold 2.5 \
-                   --eviction-interval-secs 60 --sticky-key-idle-secs 9";
+                   --eviction-interval-secs 60 --sticky-key-idle-secs 9 --sticky-sessions";
     let aliased = launch(aliases).startup_policy;
     assert_eq!(aliased.cache_aware.unwrap().cache_threshold, Some(0.4));
-    assert_eq!(aliased.manual.unwrap().max_idle_secs, Some(9));
+    let manual = aliased.manual.unwrap();
+    assert_eq!((manual.max_idle_secs, manual.sticky_sessions), (Some(9), Some(true)));
 }
 
 #[test]
@@ -350,7 +352,6 @@ fn absent_flags_are_refused_unless_they_switch_their_feature_off() {
         ("smg --enable-mesh", "--enable-mesh"),
         ("smg --log-dir /var/log/smg", "--log-dir"),
         ("smg --prefill-max-inflight-requests-per-worker 4", "--prefill-max-inflight-requests-per-worker"),
-        ("smg --sticky-sessions", "--routing-key-override"),
         ("smg --remove-unhealthy-workers", "--remove-unhealthy-workers"),
         ("smg --worker-auto-recovery=true", "--remove-unhealthy-workers"),
         ("smg --encode http://a:1 8995", "--encode"),

@@ -6,8 +6,8 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use smg_fleet::PolicyDocument;
 use smg_fleet::tuning::{
-    AssignmentMode, BucketTuning, CacheAwareTuning, LeastLoadTuning, LoadMetric, ManualTuning, PowerOfTwoTuning,
-    PrefixHashTuning,
+    AssignmentMode, BucketTuning, CacheAwareTuning, CacheIndex, LeastLoadTuning, LoadMetric, ManualTuning,
+    PowerOfTwoTuning, PrefixHashTuning,
 };
 
 use super::values;
@@ -15,6 +15,11 @@ use super::values;
 fn load_metric() -> impl TypedValueParser<Value = LoadMetric> {
     let names = PossibleValuesParser::new(LoadMetric::ALL.iter().map(|name| name.as_str()));
     names.try_map(|name| LoadMetric::from_name(&name).ok_or("unknown metric"))
+}
+
+fn cache_index() -> impl TypedValueParser<Value = CacheIndex> {
+    let names = PossibleValuesParser::new(CacheIndex::ALL.iter().map(|name| name.as_str()));
+    names.try_map(|name| CacheIndex::from_name(&name).ok_or("unknown index"))
 }
 
 fn assignment_mode() -> impl TypedValueParser<Value = AssignmentMode> {
@@ -46,13 +51,20 @@ pub struct TuningFlags {
     /// cache_aware: bytes of each record of prompts [default: 67108864]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..=64 << 30))]
     max_tree_size: Option<u64>,
+    /// cache_aware: what is recorded: whole prompts, or, for a time, the heads of token prompts at --cache-boundaries [default: tree]
+    #[arg(long, value_parser = cache_index(), value_name = "INDEX", requires_if("hash", "cache_boundaries"))]
+    cache_index: Option<CacheIndex>,
+    /// cache_aware with --cache-index hash: how long a placement counts, in seconds [default: 180]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=31_536_000))]
+    cache_ttl_secs: Option<u64>,
     /// Accepted for compatibility: what policies remember is bounded at every request [default: 120]
     #[arg(long, alias = "eviction-interval-secs", value_name = "SECONDS")]
     eviction_interval: Option<u64>,
     /// prefix_hash: tokens at the head of a prompt that make its key; four characters are one [default: 256]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     prefix_token_count: Option<u64>,
-    /// prefix_hash: ascending lengths in tokens that make deeper keys for longer prompts [default: none]
+    /// prefix_hash: ascending lengths in tokens that make deeper keys for longer prompts; cache_aware with --cache-index hash:
+    /// lengths of the heads that are recorded [default: none]
     #[arg(long, value_delimiter = ',', value_name = "N,…", value_parser = clap::value_parser!(u64).range(1..))]
     cache_boundaries: Option<Vec<u64>>,
     /// prefix_hash: multiple of the mean load above which a worker is overloaded [default: 1.25]
@@ -76,12 +88,15 @@ pub struct TuningFlags {
     /// power_of_two: what is compared [default: expected_wait]
     #[arg(long, value_parser = load_metric(), value_name = "METRIC")]
     power_of_two_load_metric: Option<LoadMetric>,
-    /// manual: how a new key gets its worker [default: random]
+    /// manual, sessions: how a new key gets its worker [default: random; delegate for sessions]
     #[arg(long, value_parser = assignment_mode(), value_name = "MODE")]
     assignment_mode: Option<AssignmentMode>,
-    /// manual: time after which an unused key is forgotten, in seconds [default: 14400]
+    /// manual, sessions: time after which an unused key is forgotten, in seconds [default: 14400]
     #[arg(long, alias = "sticky-key-idle-secs", value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=31_536_000))]
     max_idle_secs: Option<u64>,
+    /// Keep the requests of a session on one worker, whatever the policy: the routing key names it, else the request's `rid`
+    #[arg(long, alias = "sticky-sessions")]
+    routing_key_override: bool,
     /// bucket: how often the ranges of lengths are cut anew, in seconds [default: 5]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=31_536_000))]
     bucket_adjust_interval_secs: Option<u64>,
@@ -102,6 +117,9 @@ impl TuningFlags {
             balance_token_usage_threshold: self.balance_token_usage_threshold,
             overload_token_usage_threshold: self.overload_token_usage_threshold,
             max_tree_size: self.max_tree_size,
+            index: self.cache_index,
+            boundaries: self.cache_boundaries.clone(),
+            ttl_secs: self.cache_ttl_secs,
         });
         document.bucket = given(BucketTuning {
             adjust_interval_secs: self.bucket_adjust_interval_secs,
@@ -125,6 +143,7 @@ impl TuningFlags {
             assignment_mode: self.assignment_mode,
             max_idle_secs: self.max_idle_secs,
             max_keys: None,
+            sticky_sessions: self.routing_key_override.then_some(true),
         });
     }
 }

@@ -377,6 +377,11 @@ impl ClientBody {
         serde_json::from_str(first?).ok()
     }
 
+    /// What `field` says, if it is a string.
+    pub fn routing_string(&self, field: Field) -> Option<Cow<'_, str>> {
+        self.value(field).and_then(json::string)
+    }
+
     /// What `field` says, for comparing: the text of a string, the JSON text of anything else.
     pub fn routing_value(&self, field: Field) -> Option<Cow<'_, str>> {
         self.value(field).map(|raw| json::string(raw).unwrap_or(Cow::Borrowed(raw)))

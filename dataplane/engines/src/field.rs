@@ -87,6 +87,8 @@ fields! {
     ExtraKey = "extra_key",
     /// Adapter that serves the request (SGLang).
     LoraPath = "lora_path",
+    /// The request's id (SGLang).
+    Rid = "rid",
     /// Log probabilities, OpenAI routes.
     Logprobs = "logprobs",
     /// Log probabilities, `/generate`.

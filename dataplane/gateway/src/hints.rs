@@ -26,6 +26,7 @@ pub struct Hints<'a> {
     body: &'a ClientBody,
     prompt: OnceCell<Prompt<'a>>,
     routing_key: Option<&'a str>,
+    session: OnceCell<Option<String>>,
     client: Option<&'a str>,
     target_worker: Option<usize>,
 }
@@ -47,6 +48,7 @@ impl<'a> Hints<'a> {
             body,
             prompt: OnceCell::new(),
             routing_key: routing_key_headers.iter().find_map(|name| text(headers, name).filter(valid)),
+            session: OnceCell::new(),
             client: CLIENT.iter().find_map(|name| text(headers, name)),
             target_worker: text(headers, TARGET_WORKER.as_str()).and_then(|index| index.parse().ok()),
         }
@@ -65,6 +67,8 @@ impl<'a> Hints<'a> {
     /// What `policy` sees of the request.
     pub fn view<'v>(&'v self, model: &'v str, policy: &dyn Policy, now_ms: u64) -> RequestView<'v> {
         let view = RequestView::new(model).with_routing_key(self.routing_key).with_client(self.client).at(now_ms);
+        let session = || self.session.get_or_init(|| lineage(&self.body.routing_string(Field::Rid)?)).as_deref();
+        let view = if policy.reads_session() { view.with_session(session()) } else { view };
         if !policy.reads_prompt() {
             return view;
         }
@@ -88,6 +92,19 @@ impl<'a> Prompt<'a> {
             lora_path: body.routing_value(Field::LoraPath),
         }
     }
+}
+
+/// What the ids of a session's requests have in common: turns (`_t3`) and retries (`_r1`) are told apart at their ends.
+fn lineage(id: &str) -> Option<String> {
+    let mut rest = id;
+    while let Some((before, number)) = rest.rsplit_once('_')
+        && let Some(digits) = number.strip_prefix(['t', 'r'])
+        && !digits.is_empty()
+        && digits.bytes().all(|digit| digit.is_ascii_digit())
+    {
+        rest = before;
+    }
+    (1..=MAX_ROUTING_KEY).contains(&rest.len()).then(|| rest.to_owned())
 }
 
 /// A header's first value, if it is text and not empty.
@@ -138,6 +155,28 @@ mod tests {
         }
         for (value, index) in [(&b"2"[..], Some(2)), (b"-1", None), (b"two", None), (b"", None)] {
             assert_eq!(Hints::new(&headers(&[("x-smg-target-worker", value)]), &body, &names()).target_worker(), index);
+        }
+    }
+
+    #[test]
+    fn the_session_of_an_id_is_what_stands_before_turns_and_retries() {
+        for (id, session) in [
+            ("chat-7", Some("chat-7")),
+            ("chat-7_t1", Some("chat-7")),
+            ("chat-7_t12_r3", Some("chat-7")),
+            ("chat_7_t", Some("chat_7_t")),
+            ("chat_x1_t2", Some("chat_x1")),
+            ("_t1", None),
+            ("", None),
+        ] {
+            assert_eq!(lineage(id).as_deref(), session, "{id}");
+        }
+        assert_eq!(lineage(&"k".repeat(129)), None);
+        let sticky = smg_policies::Tuning { sticky: Some(Default::default()), ..Default::default() };
+        let policy = smg_policies::build_with(PolicyName::Random, Leg::Prefill, &sticky).unwrap();
+        for (text, session) in [(r#"{"rid":"a_t1"}"#, Some("a")), (r#"{"rid":["a"]}"#, None), ("{}", None)] {
+            let (headers, body) = (headers(&[]), body(text));
+            assert_eq!(Hints::new(&headers, &body, &names()).view("m", &*policy, 0).session, session, "{text}");
         }
     }
 

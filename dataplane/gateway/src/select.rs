@@ -205,7 +205,7 @@ pub fn select_one(
     // The policy of whole requests, not that of the prefill leg: no KV cache is built.
     while !prefills.is_empty() {
         let picked = choice.pick(Leg::Regular, Leg::Prefill, &prefills, entropy(), &mut trace.picks)?;
-        if let Some(claim) = pool.prefills[prefills[picked]].worker.claim() {
+        if let Some(claim) = choice.claim(Leg::Regular, &pool.prefills[prefills[picked]].worker) {
             return Ok(Selection::Regular(claim));
         }
         prefills.remove(picked);
@@ -229,7 +229,7 @@ impl Choice<'_> {
         // A breaker may close its door between the check and the claim: then the next candidate is asked.
         while !rest.is_empty() {
             let picked = self.pick(Leg::Regular, Leg::Regular, &rest, entropy(), picks)?;
-            if let Some(claim) = pool.regulars[rest[picked]].claim() {
+            if let Some(claim) = self.claim(Leg::Regular, &pool.regulars[rest[picked]]) {
                 return Ok(Selection::Regular(claim));
             }
             rest.remove(picked);
@@ -268,7 +268,7 @@ impl Choice<'_> {
                     }
                 };
                 let index = candidates.remove(picked);
-                let Some(prefill) = pool.prefills[index].worker.claim() else { continue };
+                let Some(prefill) = self.claim(Leg::Prefill, &pool.prefills[index].worker) else { continue };
                 match self.decode(partners(index).collect(), entropy, picks) {
                     Ok(Some(decode)) => return Ok(Selection::Pair { prefill, decode }),
                     Ok(None) => {}
@@ -288,12 +288,23 @@ impl Choice<'_> {
     ) -> Result<Option<InFlight>, SelectError> {
         while !rest.is_empty() {
             let picked = self.pick(Leg::Decode, Leg::Decode, &rest, entropy(), picks)?;
-            if let Some(claim) = self.pool.decodes[rest[picked]].claim() {
+            if let Some(claim) = self.claim(Leg::Decode, &self.pool.decodes[rest[picked]]) {
                 return Ok(Some(claim));
             }
             rest.remove(picked);
         }
         Ok(None)
+    }
+
+    /// Claims a worker that the policy of `leg` chose.
+    fn claim(&self, leg: Leg, worker: &Arc<RoutedWorker>) -> Option<InFlight> {
+        let mut claim = worker.claim()?;
+        let policy = self.pool.policies.of(leg);
+        if policy.reads_session() {
+            let candidate = Candidate::new(worker.key(), worker.url.as_str(), worker.runtime.load());
+            claim.hold(policy.begin(&candidate, &self.hints.view(&self.pool.model, &**policy, self.now_ms)));
+        }
+        Some(claim)
     }
 
     /// Asks the policy of a leg for one of `rest`, which are places in the list of workers of `role`. Returns the place in `rest`.

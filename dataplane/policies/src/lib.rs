@@ -17,12 +17,14 @@ mod fingerprint;
 mod least_load;
 mod lru;
 mod manual;
+mod pins;
 mod power_of_two;
 mod prefix_hash;
 mod random;
 mod request;
 mod ring;
 mod round_robin;
+mod sticky;
 mod tuning;
 mod wait;
 
@@ -38,7 +40,8 @@ pub use request::{Candidate, LoadReport, Partition, RequestView, WorkerKey};
 pub use ring::{MAX_RINGS, VIRTUAL_NODES};
 pub use round_robin::{MAX_CANDIDATE_SETS, RoundRobin};
 pub use smg_fleet::policy::PolicyName;
-pub use smg_fleet::tuning::{AssignmentMode, LoadMetric};
+pub use smg_fleet::tuning::{AssignmentMode, CacheIndex, LoadMetric};
+pub use sticky::{Lease, MAX_CONCURRENT, Sticky};
 pub use tuning::Tuning;
 pub use wait::WaitTuning;
 
@@ -94,6 +97,16 @@ pub trait Policy: Send + Sync + std::fmt::Debug {
     /// Whether decisions depend on the prompt: where none of a request's policies asks for it, nobody reads it.
     fn reads_prompt(&self) -> bool {
         false
+    }
+
+    /// Whether decisions depend on the session: where they do not, nobody reads it.
+    fn reads_session(&self) -> bool {
+        false
+    }
+
+    /// The chosen candidate was claimed for the request. Whoever holds the lease, if there is one, keeps it counted as running there.
+    fn begin(&self, _candidate: &Candidate<'_>, _request: &RequestView<'_>) -> Option<Lease> {
+        None
     }
 
     /// The leg's workers are now exactly these, available or not: what is remembered of others is forgotten.
@@ -152,7 +165,7 @@ pub fn build(policy: PolicyName, leg: Leg) -> Result<Box<dyn Policy>, PolicyErro
 /// # Errors
 /// The policy does not fit the leg or is not available.
 pub fn build_with(policy: PolicyName, leg: Leg, tuning: &Tuning) -> Result<Box<dyn Policy>, PolicyError> {
-    Ok(match policy {
+    let built: Box<dyn Policy> = match policy {
         PolicyName::RoundRobin => Box::new(RoundRobin::default()),
         PolicyName::Random => Box::new(Random),
         PolicyName::PowerOfTwo => Box::new(PowerOfTwo::new(tuning.power_of_two)),
@@ -164,6 +177,10 @@ pub fn build_with(policy: PolicyName, leg: Leg, tuning: &Tuning) -> Result<Box<d
         PolicyName::Bucket if leg == Leg::Decode => return Err(PolicyError::NotForDecode(policy)),
         PolicyName::Bucket => Box::new(Bucket::new(tuning.bucket.clone())),
         PolicyName::Passthrough => return Err(PolicyError::NotAvailable(policy)),
+    };
+    Ok(match &tuning.sticky {
+        Some(sessions) if tuning::follows_sessions(policy) => Box::new(Sticky::new(built, sessions.clone())),
+        _ => built,
     })
 }
 

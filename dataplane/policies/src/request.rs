@@ -79,6 +79,8 @@ pub struct RequestView<'a> {
     pub partition: Partition<'a>,
     /// The client's routing key (`X-SMG-Routing-Key`), already checked by the caller.
     pub routing_key: Option<&'a str>,
+    /// What the ids of a session's requests have in common, where there is no routing key.
+    pub session: Option<&'a str>,
     /// What else tells clients apart where there is no routing key: `X-Forwarded-For`, else `Cookie`.
     pub client: Option<&'a str>,
     /// The candidate that the client insists on (`X-SMG-Target-Worker`), as an index.
@@ -96,6 +98,7 @@ impl<'a> RequestView<'a> {
             token_ids: None,
             partition: Partition { cache_salt: None, extra_key: None, lora_path: None },
             routing_key: None,
+            session: None,
             client: None,
             target_worker: None,
             now_ms: 0,
@@ -130,6 +133,13 @@ impl<'a> RequestView<'a> {
         self
     }
 
+    /// With what the ids of its session's requests have in common.
+    #[must_use]
+    pub const fn with_session(mut self, session: Option<&'a str>) -> Self {
+        self.session = session;
+        self
+    }
+
     /// With what else tells clients apart.
     #[must_use]
     pub const fn with_client(mut self, client: Option<&'a str>) -> Self {
@@ -154,6 +164,11 @@ impl<'a> RequestView<'a> {
     /// The routing key; an empty one is none.
     pub(crate) fn key(&self) -> Option<&'a str> {
         self.routing_key.filter(|key| !key.is_empty())
+    }
+
+    /// What names the session.
+    pub(crate) fn session(&self) -> Option<&'a str> {
+        self.key().or_else(|| self.session.filter(|session| !session.is_empty()))
     }
 
     /// The prompt in its better known form; an empty one is none.

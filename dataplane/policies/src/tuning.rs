@@ -3,7 +3,10 @@
 use smg_fleet::policy::PolicyName;
 use smg_fleet::tuning as document;
 
-use crate::{BucketTuning, CacheAwareTuning, LeastLoadTuning, LoadMetric, ManualTuning, PrefixHashTuning, WaitTuning};
+use crate::{
+    AssignmentMode, BucketTuning, CacheAwareTuning, LeastLoadTuning, LoadMetric, ManualTuning, PrefixHashTuning,
+    WaitTuning,
+};
 
 const MILLISECONDS: u64 = 1000;
 
@@ -22,11 +25,21 @@ pub struct Tuning {
     pub manual: ManualTuning,
     /// Of `bucket`.
     pub bucket: BucketTuning,
+    /// Of sticky sessions, where they are on.
+    pub sticky: Option<ManualTuning>,
+}
+
+/// Whether sticky sessions apply: `manual` and `consistent_hashing` follow keys by themselves.
+pub(crate) fn follows_sessions(policy: PolicyName) -> bool {
+    !matches!(policy, PolicyName::Manual | PolicyName::ConsistentHashing)
 }
 
 impl Tuning {
     /// Whether an instance of `policy` with this tuning decides as one with the other would.
     pub fn is_same_for(&self, policy: PolicyName, other: &Self) -> bool {
+        if follows_sessions(policy) && self.sticky != other.sticky {
+            return false;
+        }
         match policy {
             PolicyName::PowerOfTwo => self.power_of_two == other.power_of_two,
             PolicyName::LeastLoad => self.least_load == other.least_load,
@@ -51,6 +64,10 @@ impl From<&document::Tuning> for Tuning {
             prefix_hash: said.prefix_hash.over(default.prefix_hash),
             manual: said.manual.over(default.manual),
             bucket: said.bucket.over(default.bucket),
+            sticky: said.manual.sticky_sessions.unwrap_or_default().then(|| {
+                let delegate = ManualTuning { assignment: AssignmentMode::Delegate, ..ManualTuning::default() };
+                said.manual.over(delegate)
+            }),
         }
     }
 }
@@ -89,6 +106,12 @@ impl Over<CacheAwareTuning> for document::CacheAwareTuning {
                 .overload_token_usage_threshold
                 .unwrap_or(default.overload_token_usage_threshold),
             max_tree_size: self.max_tree_size.map_or(default.max_tree_size, size),
+            index: self.index.unwrap_or(default.index),
+            boundaries: self
+                .boundaries
+                .as_ref()
+                .map_or(default.boundaries, |lengths| lengths.iter().copied().map(size).collect()),
+            ttl_ms: self.ttl_secs.map_or(default.ttl_ms, |secs| secs.saturating_mul(MILLISECONDS)),
         }
     }
 }

@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use smg_policies::{
-    AssignmentMode, CacheAware, CacheAwareTuning, Candidate, ConsistentHashing, LoadReport, MAX_RINGS, Manual,
-    ManualTuning, Partition, Policy, PrefixHash, PrefixHashTuning, RequestView,
+    AssignmentMode, CacheAware, CacheAwareTuning, CacheIndex, Candidate, ConsistentHashing, LoadReport, MAX_RINGS,
+    Manual, ManualTuning, Partition, Policy, PrefixHash, PrefixHashTuning, RequestView,
 };
 
 const URLS: [&str; 8] =
@@ -394,4 +394,42 @@ fn remembered_keys_are_bounded_and_those_in_use_stay() {
         assert_eq!(policy.pick(&fleet, &keyed("regular", user), word(user)), Some(0));
         assert!(policy.footprint().entries <= 100);
     }
+}
+
+#[test]
+fn the_hash_index_follows_the_longest_known_head_of_token_prompts_for_a_time() {
+    let tuning = CacheAwareTuning {
+        index: CacheIndex::Hash,
+        boundaries: vec![4, 8],
+        ttl_ms: 1000,
+        ..CacheAwareTuning::default()
+    };
+    let policy = CacheAware::new(tuning);
+    let workers: Vec<Candidate<'_>> =
+        ["http://a", "http://b", "http://c"].iter().zip(1..).map(|(url, id)| Candidate::new(id, url, 0)).collect();
+    let place = |ids: &[u32], now: u64, entropy: u64| {
+        policy.decide(&workers, &RequestView::new("m").with_token_ids(Some(ids)).at(now), entropy)
+    };
+    let long: Vec<u32> = (0..20).collect();
+    let home = place(&long, 5000, 0);
+    assert_eq!((home.branch, home.match_ratio), ("expected_wait_fallback", Some(0.0)));
+    // The same head of 8, then only that of 4, whatever chance says.
+    for (ids, ratio) in [(&long[..10], 0.8), (&[0, 1, 2, 3, 9, 9, 9, 9, 9, 9][..], 0.4)] {
+        let pick = place(ids, 5500, u64::MAX);
+        assert_eq!((pick.index, pick.branch, pick.match_ratio), (home.index, "hash_match", Some(ratio)));
+    }
+    assert_eq!(place(&long[..3], 5500, 0).branch, "expected_wait_fallback", "shorter than every boundary");
+    assert_eq!(place(&long, 6501, 0).branch, "expected_wait_fallback", "engines have forgotten it");
+    let text = RequestView::new("m").with_text(Some("0 1 2 3 4 5 6 7 8 9")).at(5500);
+    assert_eq!(policy.decide(&workers, &text, 0).branch, "expected_wait_fallback");
+    assert!(policy.footprint().entries > 0);
+    policy.retain(&[]);
+    assert_eq!(policy.footprint().entries, 0);
+    // A holder that is far busier than the rest is passed over.
+    let busy = place(&long, 9000, 0).index.unwrap();
+    let mut loaded = workers.clone();
+    loaded[busy].load = 100;
+    let pick = policy.decide(&loaded, &RequestView::new("m").with_token_ids(Some(&long)).at(9000), 0);
+    assert_eq!(pick.branch, "spill");
+    assert_ne!(pick.index, Some(busy));
 }

@@ -226,7 +226,7 @@ pub enum PolicyError {
     Range { field: &'static str, rule: &'static str },
     #[error("{field} must be between 1 and {most}")]
     Count { field: &'static str, most: u64 },
-    #[error("prefix_hash.boundaries must be at most {0} ascending numbers of at least 1")]
+    #[error("boundaries must be at most {0} ascending numbers of at least 1")]
     Boundaries(usize),
     #[error("health.endpoint must be a path that starts with '/'")]
     Endpoint,

@@ -31,8 +31,19 @@ named! {
         MinLoad = "min_load",
         /// The one with the fewest keys.
         MinGroup = "min_group",
-        /// The choice of another policy; as `min_load` where there is none.
+        /// The choice of the policy under sticky sessions; as `min_load` under `manual`, where there is none.
         Delegate = "delegate",
+    }
+}
+
+named! {
+    /// What `cache_aware` records.
+    CacheIndex {
+        /// Whole prompts, as a tree.
+        #[default]
+        Tree = "tree",
+        /// The heads of token prompts, for a time.
+        Hash = "hash",
     }
 }
 
@@ -91,6 +102,12 @@ block! {
         overload_token_usage_threshold: f64,
         /// Bytes of each record of prompts.
         max_tree_size: u64,
+        /// What is recorded.
+        index: CacheIndex,
+        /// Of the hash index: ascending lengths of heads in tokens.
+        boundaries: Vec<u64>,
+        /// Of the hash index: how long a placement counts.
+        ttl_secs: u64,
     }
 }
 
@@ -109,7 +126,7 @@ block! {
 }
 
 block! {
-    /// Of `manual`.
+    /// Of `manual`, and of sticky sessions on other policies.
     ManualTuning {
         /// How a new key gets its worker.
         assignment_mode: AssignmentMode,
@@ -117,6 +134,8 @@ block! {
         max_idle_secs: u64,
         /// Most keys remembered.
         max_keys: u64,
+        /// Whether every policy keeps the requests of a session on one worker.
+        sticky_sessions: bool,
     }
 }
 
@@ -216,6 +235,7 @@ pub(crate) fn validate(document: &PolicyDocument) -> Result<(), PolicyError> {
     let counts = [
         ("least_load.mean_prefill_tokens", least_load.mean_prefill_tokens, 1 << 32),
         ("cache_aware.max_tree_size", cache_aware.max_tree_size, MAX_TREE_SIZE),
+        ("cache_aware.ttl_secs", cache_aware.ttl_secs, MAX_SECONDS),
         ("prefix_hash.prefix_token_count", prefix_hash.prefix_token_count, 1 << 32),
         ("manual.max_idle_secs", manual.max_idle_secs, MAX_SECONDS),
         ("manual.max_keys", manual.max_keys, MAX_KEYS),
@@ -229,7 +249,7 @@ pub(crate) fn validate(document: &PolicyDocument) -> Result<(), PolicyError> {
     let ascending = |lengths: &Vec<u64>| {
         lengths.len() <= MAX_BOUNDARIES && lengths.first() != Some(&0) && lengths.is_sorted_by(|one, next| one < next)
     };
-    if !prefix_hash.boundaries.as_ref().is_none_or(ascending) {
+    if ![&prefix_hash.boundaries, &cache_aware.boundaries].into_iter().flatten().all(ascending) {
         return Err(PolicyError::Boundaries(MAX_BOUNDARIES));
     }
     Ok(())
@@ -265,9 +285,11 @@ mod tests {
             (r#"{"cache_aware":{"cache_threshold":1.1}}"#, "cache_aware.cache_threshold"),
             (r#"{"cache_aware":{"balance_rel_threshold":0.9}}"#, "cache_aware.balance_rel_threshold"),
             (r#"{"cache_aware":{"max_tree_size":0}}"#, "cache_aware.max_tree_size"),
+            (r#"{"cache_aware":{"ttl_secs":0}}"#, "cache_aware.ttl_secs"),
+            (r#"{"cache_aware":{"boundaries":[3,1]}}"#, "boundaries"),
             (r#"{"prefix_hash":{"prefix_token_count":0}}"#, "prefix_hash.prefix_token_count"),
-            (r#"{"prefix_hash":{"boundaries":[2,2]}}"#, "prefix_hash.boundaries"),
-            (r#"{"prefix_hash":{"boundaries":[0,2]}}"#, "prefix_hash.boundaries"),
+            (r#"{"prefix_hash":{"boundaries":[2,2]}}"#, "boundaries"),
+            (r#"{"prefix_hash":{"boundaries":[0,2]}}"#, "boundaries"),
             (r#"{"manual":{"max_idle_secs":0}}"#, "manual.max_idle_secs"),
             (r#"{"manual":{"max_keys":16777217}}"#, "manual.max_keys"),
             (r#"{"bucket":{"adjust_interval_secs":0}}"#, "bucket.adjust_interval_secs"),

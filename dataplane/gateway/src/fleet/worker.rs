@@ -277,7 +277,7 @@ impl RoutedWorker {
         self.runtime.load.fetch_add(1, Ordering::Relaxed);
         self.runtime.active.inc();
         self.requests.inc();
-        Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral })
+        Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral, lease: None })
     }
 }
 
@@ -302,9 +302,16 @@ pub struct InFlight {
     worker: Arc<RoutedWorker>,
     admission: Admission,
     verdict: Verdict,
+    /// What the policy that chose the worker counts by.
+    lease: Option<smg_policies::Lease>,
 }
 
 impl InFlight {
+    /// Holds what the policy counts by until the leg is over.
+    pub fn hold(&mut self, lease: Option<smg_policies::Lease>) {
+        self.lease = lease;
+    }
+
     /// The claimed worker.
     pub fn worker(&self) -> &Arc<RoutedWorker> {
         &self.worker

@@ -7,16 +7,24 @@
 //!
 //! Prompts of different models, salts, extra keys or adapters never match: engines do not share KV between them. Token
 //! ids and text are recorded apart, each within `max_tree_size`.
+//!
+//! With the hash index, the heads of token prompts are recorded instead: up to each of `boundaries`, the lengths at which engines keep
+//! state they can use again, for as long as they are expected to keep it. The longest head known decides. Prompts of text, or shorter
+//! than every boundary, go to the least expected wait.
 
+mod heads;
 mod holders;
 mod tree;
 #[cfg(test)]
 mod tree_tests;
 
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use smg_fleet::policy::PolicyName;
+use smg_fleet::tuning::CacheIndex;
 use xxhash_rust::xxh3::Xxh3;
 
+use self::heads::Heads;
 use self::tree::Tree;
 use crate::request::Prompt;
 use crate::wait::{WaitTuning, expected_waits, kv_usage, least};
@@ -39,6 +47,12 @@ pub struct CacheAwareTuning {
     pub overload_token_usage_threshold: f64,
     /// Bytes that each record may take, bookkeeping included (`--max-tree-size`).
     pub max_tree_size: usize,
+    /// What is recorded (`--cache-index`).
+    pub index: CacheIndex,
+    /// Of the hash index: lengths of heads in tokens, ascending (`--cache-boundaries`).
+    pub boundaries: Vec<usize>,
+    /// Of the hash index: how long a placement counts, in milliseconds (`--cache-ttl-secs`).
+    pub ttl_ms: u64,
 }
 
 impl Default for CacheAwareTuning {
@@ -50,6 +64,9 @@ impl Default for CacheAwareTuning {
             balance_token_usage_threshold: 1.0,
             overload_token_usage_threshold: 1.0,
             max_tree_size: 64 << 20,
+            index: CacheIndex::Tree,
+            boundaries: Vec::new(),
+            ttl_ms: 180_000,
         }
     }
 }
@@ -60,6 +77,7 @@ pub struct CacheAware {
     tuning: CacheAwareTuning,
     text: Mutex<Tree>,
     tokens: Mutex<Tree>,
+    heads: Mutex<Heads>,
 }
 
 impl Default for CacheAware {
@@ -72,7 +90,7 @@ impl CacheAware {
     /// With this tuning.
     pub fn new(tuning: CacheAwareTuning) -> Self {
         let tree = || Mutex::new(Tree::new(tuning.max_tree_size));
-        Self { text: tree(), tokens: tree(), tuning }
+        Self { text: tree(), tokens: tree(), heads: Mutex::new(Heads::new(tuning.max_tree_size)), tuning }
     }
 
     fn record(&self, prompt: Prompt<'_>) -> &Mutex<Tree> {
@@ -99,16 +117,48 @@ impl CacheAware {
         (mean * self.tuning.balance_rel_threshold).max(mean + margin)
     }
 
-    fn choose(&self, candidates: &[Candidate<'_>], entropy: u64, ratio: f64, holders: &[bool]) -> Pick {
+    /// Places a prompt by its heads.
+    fn decide_by_heads(&self, candidates: &[Candidate<'_>], request: &RequestView<'_>, entropy: u64) -> Pick {
+        let ids = match request.prompt() {
+            Some(Prompt::Tokens(ids)) => ids,
+            _ => &[],
+        };
+        let partition = partition(request);
+        let reached = self.tuning.boundaries.iter().rev().filter_map(|tokens| ids.get(..*tokens));
+        let keys: SmallVec<[(u128, usize); 4]> = reached.map(|head| (head_key(partition, head), head.len())).collect();
+        let since = request.now_ms.saturating_sub(self.tuning.ttl_ms);
+        let mut heads = self.heads.lock();
+        let known = keys.iter().find_map(|(key, tokens)| {
+            let holders: Vec<bool> =
+                candidates.iter().map(|candidate| heads.holds(*key, candidate.id, since)).collect();
+            holders.contains(&true).then_some((holders, *tokens))
+        });
+        let (holders, matched) = known.unwrap_or_default();
+        let ratio = matched as f64 / ids.len().max(1) as f64;
+        let pick = self.choose(candidates, entropy, ratio, (matched > 0).then_some(("hash_match", &*holders)));
+        if let Some(candidate) = pick.index.and_then(|index| candidates.get(index)) {
+            keys.iter().for_each(|(key, _)| heads.place(*key, candidate.id, request.now_ms));
+        }
+        pick
+    }
+
+    /// Chooses among the holders of a match, named by how it was found, or among all.
+    fn choose(
+        &self,
+        candidates: &[Candidate<'_>],
+        entropy: u64,
+        ratio: f64,
+        matched: Option<(&'static str, &[bool])>,
+    ) -> Pick {
         let waits = expected_waits(candidates, &WaitTuning::default());
         let shortest_wait = |branch| Pick::new(least(&waits, |_| true, entropy), branch);
         let pick = if self.kv_pressure(candidates) {
             shortest_wait("kv_pressure_expected_wait")
-        } else if ratio > self.tuning.cache_threshold {
+        } else if let Some((found, holders)) = matched {
             let gate = self.spill_gate(candidates);
             let open = |index: usize| holders[index] && candidates[index].load as f64 <= gate;
             match least(&waits, open, entropy) {
-                Some(index) => Pick::new(Some(index), "tree_match"),
+                Some(index) => Pick::new(Some(index), found),
                 None => shortest_wait("spill"),
             }
         } else {
@@ -116,6 +166,14 @@ impl CacheAware {
         };
         Pick { match_ratio: Some(ratio), ..pick }
     }
+}
+
+/// The key of a head.
+fn head_key(partition: u128, head: &[u32]) -> u128 {
+    let mut hasher = Xxh3::new();
+    hasher.update(&partition.to_le_bytes());
+    head.iter().for_each(|id| hasher.update(&id.to_le_bytes()));
+    hasher.digest128()
 }
 
 /// What keeps the request's KV apart from that of equal prompts.
@@ -143,6 +201,9 @@ impl Policy for CacheAware {
         if candidates.is_empty() {
             return Pick::new(None, "first_healthy_fallback");
         }
+        if self.tuning.index == CacheIndex::Hash {
+            return self.decide_by_heads(candidates, request, entropy);
+        }
         let Some(prompt) = request.prompt() else {
             let waits = expected_waits(candidates, &WaitTuning::default());
             return Pick::new(least(&waits, |_| true, entropy), "expected_wait_fallback");
@@ -154,7 +215,8 @@ impl Policy for CacheAware {
             let path = tree.walk(partition, bytes);
             let (matched, holders) = tree.longest_match(&path, candidates.iter().map(|candidate| candidate.id));
             let ratio = matched as f64 / bytes.len().max(1) as f64;
-            let pick = self.choose(candidates, entropy, ratio, &holders);
+            let matched = (ratio > self.tuning.cache_threshold).then_some(("tree_match", &*holders));
+            let pick = self.choose(candidates, entropy, ratio, matched);
             if let Some(candidate) = pick.index.and_then(|index| candidates.get(index)) {
                 tree.insert(path, partition, bytes, candidate.id);
             }
@@ -170,14 +232,16 @@ impl Policy for CacheAware {
         for tree in [&self.text, &self.tokens] {
             tree.lock().retain(|worker| workers.contains(&worker));
         }
+        self.heads.lock().retain(|worker| workers.contains(&worker));
     }
 
     fn footprint(&self) -> Footprint {
         let text = self.text.lock();
         let tokens = self.tokens.lock();
+        let heads = self.heads.lock();
         Footprint {
-            entries: text.len() + tokens.len(),
-            bytes: text.bytes() + tokens.bytes(),
+            entries: text.len() + tokens.len() + heads.len(),
+            bytes: text.bytes() + tokens.bytes() + heads.bytes(),
             text_bytes: text.label_bytes(),
             tokens: tokens.label_bytes() / size_of::<u32>(),
             workers: text.workers().max(tokens.workers()),

@@ -4,8 +4,8 @@ use smg_messages::state as pb;
 
 use super::{WireError, named};
 use crate::tuning::{
-    AssignmentMode, BucketTuning, CacheAwareTuning, LeastLoadTuning, LoadMetric, ManualTuning, PowerOfTwoTuning,
-    PrefixHashTuning,
+    AssignmentMode, BucketTuning, CacheAwareTuning, CacheIndex, LeastLoadTuning, LoadMetric, ManualTuning,
+    PowerOfTwoTuning, PrefixHashTuning,
 };
 
 /// A block whose fields are the same on both sides, in both directions.
@@ -27,10 +27,6 @@ alike! {
     least_load_to_pb, least_load_from_pb: LeastLoadTuning {
         kv_pressure_weight, default_throughput, mean_prefill_tokens, max_waiting_requests
     }
-    cache_aware_to_pb, cache_aware_from_pb: CacheAwareTuning {
-        cache_threshold, balance_abs_threshold, balance_rel_threshold, balance_token_usage_threshold,
-        overload_token_usage_threshold, max_tree_size
-    }
     bucket_to_pb, bucket_from_pb: BucketTuning { adjust_interval_secs, balance_abs_threshold, balance_rel_threshold }
 }
 
@@ -40,6 +36,34 @@ pub(super) fn power_of_two_to_pb(block: &PowerOfTwoTuning) -> pb::PowerOfTwoTuni
 
 pub(super) fn power_of_two_from_pb(block: pb::PowerOfTwoTuning) -> Result<PowerOfTwoTuning, WireError> {
     Ok(PowerOfTwoTuning { load_metric: named(block.load_metric, LoadMetric::from_name, "power_of_two.load_metric")? })
+}
+
+pub(super) fn cache_aware_to_pb(block: &CacheAwareTuning) -> pb::CacheAwareTuning {
+    pb::CacheAwareTuning {
+        cache_threshold: block.cache_threshold,
+        balance_abs_threshold: block.balance_abs_threshold,
+        balance_rel_threshold: block.balance_rel_threshold,
+        balance_token_usage_threshold: block.balance_token_usage_threshold,
+        overload_token_usage_threshold: block.overload_token_usage_threshold,
+        max_tree_size: block.max_tree_size,
+        index: block.index.map(|index| index.as_str().to_owned()),
+        boundaries: block.boundaries.clone().map(|tokens| pb::PrefixBoundaries { tokens }),
+        ttl_secs: block.ttl_secs,
+    }
+}
+
+pub(super) fn cache_aware_from_pb(block: pb::CacheAwareTuning) -> Result<CacheAwareTuning, WireError> {
+    Ok(CacheAwareTuning {
+        cache_threshold: block.cache_threshold,
+        balance_abs_threshold: block.balance_abs_threshold,
+        balance_rel_threshold: block.balance_rel_threshold,
+        balance_token_usage_threshold: block.balance_token_usage_threshold,
+        overload_token_usage_threshold: block.overload_token_usage_threshold,
+        max_tree_size: block.max_tree_size,
+        index: named(block.index, CacheIndex::from_name, "cache_aware.index")?,
+        boundaries: block.boundaries.map(|boundaries| boundaries.tokens),
+        ttl_secs: block.ttl_secs,
+    })
 }
 
 pub(super) fn prefix_hash_to_pb(block: &PrefixHashTuning) -> pb::PrefixHashTuning {
@@ -66,6 +90,7 @@ pub(super) fn manual_to_pb(block: &ManualTuning) -> pb::ManualTuning {
         assignment_mode: block.assignment_mode.map(|mode| mode.as_str().to_owned()),
         max_idle_secs: block.max_idle_secs,
         max_keys: block.max_keys,
+        sticky_sessions: block.sticky_sessions,
     }
 }
 
@@ -74,6 +99,7 @@ pub(super) fn manual_from_pb(block: pb::ManualTuning) -> Result<ManualTuning, Wi
         assignment_mode: named(block.assignment_mode, AssignmentMode::from_name, "manual.assignment_mode")?,
         max_idle_secs: block.max_idle_secs,
         max_keys: block.max_keys,
+        sticky_sessions: block.sticky_sessions,
     })
 }
 
@@ -89,9 +115,10 @@ mod tests {
             "power_of_two": {"load_metric": "least_requests"},
             "least_load": {"kv_pressure_weight": 0.5, "default_throughput": 10.0, "mean_prefill_tokens": 7, "max_waiting_requests": 3},
             "cache_aware": {"cache_threshold": 0.4, "balance_abs_threshold": 5, "balance_rel_threshold": 2.5,
-                "balance_token_usage_threshold": 0.6, "overload_token_usage_threshold": 0.7, "max_tree_size": 1000},
+                "balance_token_usage_threshold": 0.6, "overload_token_usage_threshold": 0.7, "max_tree_size": 1000,
+                "index": "hash", "boundaries": [64, 512], "ttl_secs": 60},
             "prefix_hash": {"prefix_token_count": 8, "boundaries": [], "load_factor": 1.5, "balance_abs_threshold": 4.0},
-            "manual": {"assignment_mode": "min_group", "max_idle_secs": 9, "max_keys": 11},
+            "manual": {"assignment_mode": "min_group", "max_idle_secs": 9, "max_keys": 11, "sticky_sessions": true},
             "bucket": {"adjust_interval_secs": 12, "balance_abs_threshold": 13, "balance_rel_threshold": 1.25}
         }"#;
         let document: PolicyDocument = serde_json::from_str(text).unwrap();

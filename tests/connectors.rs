@@ -148,6 +148,32 @@ async fn a_mooncake_pair_meets_through_an_id_minted_for_each_request() {
 }
 
 #[tokio::test]
+async fn a_registered_engine_id_is_kept_and_a_new_one_counts_from_the_next_request() {
+    let declared = json!({"kv_connector": "MooncakeConnector", "kv_engine_id": "E1"});
+    let (p, d) = (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
+    let smg = Smg::launch(&[]).await;
+    let mut registered = spec_with(&p, "prefill", declared);
+    let id = smg.register(&registered).await;
+    smg.register(&spec_with(&d, "decode", json!({"kv_connector": "MooncakeConnector"}))).await;
+    [&p, &d].into_iter().for_each(|engine| engine.set_fault(anything()));
+    let named = async || {
+        served(&smg, CHAT, &chat()).await;
+        d.generations().pop().unwrap().json()["kv_transfer_params"]["remote_engine_id"].clone()
+    };
+    assert_eq!(named().await, "E1", "what the operator said, not what the engine calls itself");
+    registered["kv_engine_id"] = json!("E2");
+    let path = format!("/workers/{id}");
+    let put = smg.client.put(format!("{}{path}", smg.url)).json(&registered).send().await.unwrap();
+    assert_eq!(put.status(), 202);
+    eventually("the update is carried out", || async {
+        let worker = smg.get_json(&path).await;
+        (worker["kv_engine_id"] == "E2" && worker["job_status"].is_null()).then_some(())
+    })
+    .await;
+    assert_eq!(named().await, "E2");
+}
+
+#[tokio::test]
 async fn a_mooncake_prefill_without_a_bootstrap_port_is_addressed_on_8998() {
     let declared = json!({"kv_connector": "MooncakeConnector", "kv_engine_id": "engine-7"});
     let decode_spec = json!({"kv_connector": "MooncakeConnector"});

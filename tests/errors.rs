@@ -119,6 +119,28 @@ async fn bodies_over_the_limit_are_refused_announced_or_not_and_reach_no_engine(
 }
 
 #[tokio::test]
+async fn an_oversized_upload_costs_no_more_memory_than_the_limit_allows() {
+    const LIMIT: usize = 32 * 1024 * 1024;
+    let (smg, prefill, decode) = sglang_pair(&["--max-payload-size", &LIMIT.to_string()]).await;
+    refused(smg.post_bytes(INFERENCE[0], "x".repeat(LIMIT + 1)).await, 413, "request_body_too_large").await;
+    let before = smg.resident_bytes();
+    let (mut sent, mut peak) = (0, before);
+    let mut socket = TcpStream::connect(("127.0.0.1", smg.port)).await.unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n";
+    socket.write_all(head.as_bytes()).await.unwrap();
+    let chunk = format!("10000\r\n{}\r\n", "x".repeat(65536));
+    // Until the gateway has had enough, or it has taken four times the limit.
+    while sent < 4 * LIMIT && socket.write_all(chunk.as_bytes()).await.is_ok() {
+        sent += 65536;
+        peak = peak.max(smg.resident_bytes());
+    }
+    let grown = peak - before;
+    assert!(grown < 2 * LIMIT as u64, "{grown} bytes more for an upload of {sent} bytes");
+    assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 0));
+    smg.until_idle().await;
+}
+
+#[tokio::test]
 async fn an_upload_that_stands_still_is_given_up() {
     let (smg, prefill, decode) = sglang_pair(&["--stream-body-stall-timeout-secs", "1"]).await;
     let stalled = stream::once(async { Ok::<_, std::io::Error>(Bytes::from_static(b"{\"model\":")) });

@@ -381,7 +381,7 @@ async fn handoff_fields_are_let_through_where_the_policy_says_so() {
 
 #[tokio::test]
 async fn media_arrives_byte_for_byte_on_both_legs() {
-    let image: String = (0..2 * 1024 * 1024)
+    let image: String = (0..8 * 1024 * 1024 + 512 * 1024)
         .map(|index| char::from(b"ABCDEFGHIJKLMNOPabcdefghijklmnop0123456789+/"[index * 7919 % 44]))
         .collect();
     let part = format!(

@@ -45,7 +45,7 @@ async fn an_answer_that_cannot_be_merged_is_the_decodes_own() {
     let (smg, prefill, decode) = sglang_pair(&[]).await;
     decode.set_fault(answering(DECODE));
     let body = json!({"model": MODEL, "text": "hi", "return_logprob": true});
-    for broken in [answering("no json"), answering("{}"), answering(PREFILL).close_after_bytes(9)] {
+    for broken in [answering("no json"), answering("{}"), answering(""), answering(PREFILL).close_after_bytes(9)] {
         prefill.clear_faults();
         prefill.set_fault(broken);
         let answer = smg.post("/generate", &body).await;

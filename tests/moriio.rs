@@ -157,7 +157,15 @@ async fn a_misconfigured_pair_is_refused_before_either_leg_and_the_log_says_why(
 
 #[tokio::test]
 async fn requests_that_moriio_cannot_serve_reach_no_engine() {
-    let (smg, prefill, decode) = pair(Connector::MoriioRead, "", &[]).await;
+    for (connector, dispatch, _) in DISPATCHES {
+        assert_refused(connector, dispatch).await;
+    }
+    let (other, _prefill, _decode) = nixl_pair(&[]).await;
+    assert_eq!(other.post_as(MARKED, CHAT, &chat()).await.status(), 200, "other connectors read no markers");
+}
+
+async fn assert_refused(connector: Connector, dispatch: &str) {
+    let (smg, prefill, decode) = pair(connector, dispatch, &[]).await;
     let with = |mut body: Value, name: &str, value: Value| {
         body[name] = value;
         body
@@ -186,8 +194,6 @@ async fn requests_that_moriio_cannot_serve_reach_no_engine() {
     for body in [with(completion(), "prompt", json!(["a"])), with(completion(), "n", json!(1))] {
         assert_eq!(smg.post(COMPLETIONS, &body).await.status(), 200, "{body}");
     }
-    let (other, _prefill, _decode) = nixl_pair(&[]).await;
-    assert_eq!(other.post_as(MARKED, CHAT, &chat()).await.status(), 200, "other connectors read no markers");
 }
 
 /// Falsified handoffs that no decode engine may see.

@@ -280,17 +280,29 @@ async fn an_incompatible_fleet_is_refused_at_once_and_said_in_the_log() {
 
 #[tokio::test]
 async fn a_prefill_without_a_compatible_decode_gets_nothing_while_others_can_pair() {
-    let smg = Smg::launch(&[]).await;
+    let smg = Smg::launch(&["--drain-settle-secs", "0"]).await;
     let nixl = leg(Engine::Vllm, Role::Prefill, "m").await;
     let mooncake = leg(Engine::Vllm, Role::Prefill, "m").await;
     let decode = leg(Engine::Vllm, Role::Decode, "m").await;
     smg.register(&spec_with(&nixl, "prefill", json!({"kv_connector": "NixlConnector"}))).await;
-    smg.register(&spec_with(&mooncake, "prefill", json!({"kv_connector": "MooncakeConnector"}))).await;
+    let id = smg.register(&spec_with(&mooncake, "prefill", json!({"kv_connector": "MooncakeConnector"}))).await;
     smg.register(&spec_with(&decode, "decode", json!({"kv_connector": "MooncakeConnector"}))).await;
-    for _ in 0..6 {
+    for _ in 0..100 {
         assert_eq!(ask(&smg, "m").await.status(), 200);
     }
-    assert_eq!([&nixl, &mooncake, &decode].map(MockEngine::generation_count), [0, 6, 6]);
+    assert_eq!([&nixl, &mooncake, &decode].map(MockEngine::generation_count), [0, 100, 100]);
+    smg.remove(&id).await;
+    let message = eventually("no pair is left", || async {
+        let response = ask(&smg, "m").await;
+        (response.headers()["x-smg-error-code"] == "no_compatible_pd_pair").then_some(response)
+    })
+    .await;
+    assert_eq!(message.status(), 503);
+    let message = message.text().await.unwrap();
+    assert!(["transport", "vllm/nixl/?", "vllm/mooncake/?"].iter().all(|part| message.contains(part)), "{message}");
+    smg.set_policy("default", &json!({"pairing_mode": "off"})).await;
+    assert_eq!(ask(&smg, "m").await.status(), 200);
+    assert_eq!((nixl.generation_count(), mooncake.generation_count()), (1, 100));
 }
 
 #[tokio::test]

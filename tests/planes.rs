@@ -156,8 +156,15 @@ async fn serving_goes_on_without_the_control_plane_and_changes_wait_for_it() {
 
     // A gateway that starts now serves from what it kept.
     second.kill();
+    let stored = std::fs::File::options().write(true).open(kept.path().join("last-known-good.smgsnap")).unwrap();
+    stored.set_modified(std::time::SystemTime::now() - Duration::from_secs(3600)).unwrap();
     let second = gateway(&address, "second", Some(kept.path())).await;
     without(&second).await;
+    let age = second.get("/workers").await.headers()["x-smg-stale"].to_str().unwrap().to_owned();
+    assert!(
+        (3600..3660).contains(&age.parse::<u64>().unwrap()),
+        "the age of what was kept, not of this process: {age}"
+    );
     assert_eq!(updates(&second, "full").await, 0.0);
     // One that kept nothing says so, and does not claim an empty fleet.
     let third = gateway(&address, "third", None).await;

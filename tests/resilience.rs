@@ -83,6 +83,105 @@ async fn a_retry_meets_in_a_new_room_under_the_same_request_id() {
 }
 
 #[tokio::test]
+async fn the_other_leg_of_a_failed_attempt_is_closed_before_the_next_begins() {
+    let (smg, prefill, decode) = pair(Dispatch::Parallel, &["--retry-initial-backoff-ms", "500"]).await;
+    prefill.set_fault(Fault::generation().hang().times(1));
+    decode.set_fault(Fault::generation().status(503, "{}").times(1));
+    let response = smg.post_as("mine", CHAT, &chat()).await;
+    assert_eq!((response.status().as_u16(), &response.headers()["x-request-id"]), (200, &"mine".parse().unwrap()));
+    let (prefills, decodes) = (prefill.generations(), decode.generations());
+    assert_eq!((prefills.len(), decodes.len()), (2, 2));
+    assert!(prefills[0].peer_closed_at.unwrap() <= prefills[1].arrived_at, "the engine still worked for the first");
+    let room = |leg: &mock_engine::Recorded| leg.json()["bootstrap_room"].as_u64().unwrap();
+    let rooms: Vec<_> = prefills.iter().map(room).collect();
+    assert_eq!(rooms, decodes.iter().map(room).collect::<Vec<_>>(), "the legs of an attempt meet in one room");
+    assert_ne!(rooms[0], rooms[1]);
+}
+
+#[tokio::test]
+async fn a_broken_worker_costs_a_few_attempts_and_no_request_whatever_the_policy() {
+    let policies = [
+        "random",
+        "round_robin",
+        "power_of_two",
+        "least_load",
+        "cache_aware",
+        "prefix_hash",
+        "consistent_hashing",
+        "manual",
+    ];
+    let smg = Smg::launch(&[&FAST[..], &["--retry-max-retries", "2", "--cb-failure-threshold", "3"]].concat()).await;
+    futures::future::join_all(policies.map(async |policy| {
+        let start = |role| MockEngine::builder().engine(Engine::Sglang).role(role).model(policy).start();
+        let prefill = start(Role::Prefill).await.unwrap();
+        let (broken, good) = (start(Role::Decode).await.unwrap(), start(Role::Decode).await.unwrap());
+        smg.register(&spec(&prefill, "prefill")).await;
+        for decode in [&broken, &good] {
+            smg.register(&spec(decode, "decode")).await;
+        }
+        smg.set_policy(policy, &json!({"policy": policy})).await;
+        prefill.set_fault(anything());
+        broken.set_fault(Fault::generation().status(500, "{}"));
+        good.set_fault(anything());
+        for number in 0..100 {
+            let prompt = format!("{number} of many prompts that have nothing in common");
+            let body = json!({"model": policy, "messages": [{"role": "user", "content": prompt}], "max_tokens": 1});
+            let request = smg.client.post(format!("{}{CHAT}", smg.url)).json(&body);
+            let request = request.header("x-smg-routing-key", number.to_string());
+            assert_eq!(request.send().await.unwrap().status(), 200, "{policy}");
+        }
+        let visits = broken.generations();
+        assert!((1..=3).contains(&visits.len()), "{policy}: the broken worker was asked {} times", visits.len());
+        let requests: BTreeSet<_> = visits.iter().map(|visit| visit.header("x-request-id").unwrap()).collect();
+        assert_eq!(requests.len(), visits.len(), "{policy}: a request came back to it");
+        assert_eq!((good.generation_count(), breaker(&smg, &broken).await), (100, 1.0), "{policy}");
+    }))
+    .await;
+}
+
+#[tokio::test]
+async fn of_a_crowd_a_half_open_worker_gets_its_trial_and_the_others_the_rest() {
+    const CROWD: u64 = 50;
+    let flags = ["--cb-failure-threshold", "1", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1"];
+    let fleet = fleet(1, 2, &[&flags[..], &["--policy", "round_robin"]].concat()).await;
+    let (smg, weak, strong) = (&fleet.smg, &fleet.decodes[0], &fleet.decodes[1]);
+    fleet.prefills[0].set_fault(anything());
+    strong.set_fault(anything());
+    weak.set_fault(Fault::generation().status(500, "{}").times(1));
+    weak.set_fault(Fault::generation().hang());
+    while breaker(smg, weak).await == 0.0 {
+        assert_eq!(smg.post(CHAT, &chat()).await.status(), 200);
+    }
+    assert_eq!(weak.generation_count(), 1);
+    // One crowd after the other until the breaker's time is over: of that crowd, one request tries the worker, and hangs.
+    let trial = eventually("a trial", || async {
+        let before = strong.generation_count();
+        let ask = |_| tokio::spawn(smg.client.post(format!("{}{CHAT}", smg.url)).json(&chat()).send());
+        let crowd: Vec<_> = (0..CROWD).map(ask).collect();
+        eventually("the crowd is placed", || async {
+            (strong.generation_count() - before + weak.generation_count() - 1 >= CROWD).then_some(())
+        })
+        .await;
+        (weak.generation_count() > 1).then_some(crowd)
+    })
+    .await;
+    assert_eq!((weak.generation_count(), breaker(smg, weak).await), (2, 2.0), "one trial at a time");
+    let mut answered = 0;
+    for request in trial {
+        let finished = tokio::time::timeout(Duration::from_millis(if answered == 0 { 5000 } else { 500 }), request);
+        match finished.await {
+            Ok(answer) => {
+                assert_eq!(answer.unwrap().unwrap().status(), 200);
+                answered += 1;
+            }
+            Err(_) => assert_eq!(weak.active(), 1),
+        }
+    }
+    assert_eq!(answered, CROWD - 1);
+    assert_eq!(weak.generation_count(), 2);
+}
+
+#[tokio::test]
 async fn a_retry_over_mooncake_has_a_transfer_id_of_its_own() {
     let (p, d) = (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
     let smg = Smg::launch(&FAST).await;
@@ -131,7 +230,7 @@ async fn a_retry_takes_another_pair_when_the_failed_worker_is_the_only_one() {
 #[tokio::test]
 async fn an_engines_refusal_reaches_the_client_as_it_is_and_is_neither_retried_nor_charged() {
     for dispatch in PAIRS {
-        let (smg, prefill, decode) = pair(dispatch, &[]).await;
+        let (smg, prefill, decode) = pair(dispatch, &["--cb-failure-threshold", "3"]).await;
         for (leg, engine) in [("prefill", &prefill), ("decode", &decode)] {
             for status in [400, 401, 404, 413, 422] {
                 for body in [chat(), chat_stream()] {
@@ -153,8 +252,9 @@ async fn an_engines_refusal_reaches_the_client_as_it_is_and_is_neither_retried_n
             }
         }
         for engine in [&prefill, &decode] {
-            assert_eq!(failures(&smg, engine).await, 0.0);
+            assert_eq!((failures(&smg, engine).await, breaker(&smg, engine).await), (0.0, 0.0));
         }
+        assert_eq!(smg.post(CHAT, &chat()).await.status(), 200, "{dispatch:?}");
         assert_eq!(smg.metric("smg_worker_retries_total", &[]).await, 0.0);
         smg.until_idle().await;
     }
@@ -333,15 +433,22 @@ async fn no_request_fails_while_a_dead_worker_has_a_substitute() {
 
 #[tokio::test]
 async fn a_leg_whose_only_worker_is_gone_is_named_with_the_time_to_come_back() {
-    let fleet = fleet(1, 1, &["--disable-retries"]).await;
-    fleet.decodes[0].stop().await;
-    let first = fleet.smg.post(CHAT, &chat()).await;
-    assert_eq!((first.status().as_u16(), code(&first).as_str()), (502, "decode_request_failed"));
-    let second = fleet.smg.post(CHAT, &chat()).await;
-    assert_eq!((second.status().as_u16(), code(&second).as_str()), (503, "no_available_workers"));
-    assert_eq!(second.headers()["retry-after"], "1");
-    assert!(second.text().await.unwrap().contains("decode"));
-    assert_eq!(fleet.smg.get("/readiness").await.status(), 503);
+    let fleet = fleet(1, 1, &["--disable-retries", "--health-check-interval-secs", "3600"]).await;
+    let smg = &fleet.smg;
+    for (leg, other, engine) in [("decode", "prefill", &fleet.decodes[0]), ("prefill", "decode", &fleet.prefills[0])] {
+        engine.stop().await;
+        let first = smg.post(CHAT, &chat()).await;
+        assert_eq!((first.status().as_u16(), code(&first)), (502, format!("{leg}_request_failed")));
+        let second = smg.post(CHAT, &chat()).await;
+        assert_eq!((second.status().as_u16(), code(&second).as_str()), (503, "no_available_workers"));
+        assert_eq!(second.headers()["retry-after"], "1");
+        let message = second.text().await.unwrap();
+        assert!(message.contains(leg) && !message.contains(other), "{message}");
+        assert_eq!(smg.get("/readiness").await.status(), 503);
+        engine.start_again().await.unwrap();
+        eventually("it is back", || async { (shown(smg, engine).await["is_healthy"] == true).then_some(()) }).await;
+        assert_eq!(smg.get("/readiness").await.status(), 200);
+    }
 }
 
 #[tokio::test]
@@ -407,6 +514,17 @@ async fn a_refusal_by_prefill_does_not_wait_for_a_silent_decode() {
     let closed = |engine: &MockEngine| engine.generations().iter().all(|leg| leg.peer_closed_at.is_some());
     decode.wait_until(SOON, closed).await.unwrap();
     assert_eq!((failures(&smg, &prefill).await, failures(&smg, &decode).await), (0.0, 0.0));
+    assert_eq!((prefill.generation_count(), smg.metric("smg_worker_retries_total", &[]).await), (2, 0.0));
+
+    // A failure is tried again, and the last one answers.
+    smg.set_policy("default", &json!({"retry": {"max_retries": 2, "initial_backoff_ms": 1}})).await;
+    prefill.clear_faults();
+    prefill.set_fault(Fault::generation().status(500, r#"{"message":"broken"}"#));
+    let response = smg.post(CHAT, &chat_stream()).await;
+    assert_eq!((response.status().as_u16(), code(&response).as_str()), (500, "prefill_internal_error"));
+    assert_eq!(response.text().await.unwrap(), r#"{"message":"broken"}"#);
+    assert_eq!((prefill.generation_count(), failures(&smg, &decode).await), (4, 0.0));
+    decode.wait_until(SOON, closed).await.unwrap();
     smg.until_idle().await;
 }
 

@@ -114,7 +114,10 @@ async fn embeddings_and_classification_need_a_regular_worker() {
         let error: Value = refused.json().await.unwrap();
         assert!(error["error"]["message"].as_str().unwrap().contains("prefill/decode mode"), "{error}");
     }
-    assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 0));
+    for engine in [&prefill, &decode] {
+        assert!(engine.requests().iter().all(|request| request.method == "GET"), "{:?}", engine.requests());
+    }
+    assert_eq!(smg.metric("smg_worker_cb_outcomes_total", &[]).await, 0.0);
     let regular = sglang_with(Role::Regular, &["/v1/embeddings", "/v1/classify"]).await;
     smg.register(&spec(&regular, "regular")).await;
     for path in ["/v1/embeddings", "/v1/classify"] {

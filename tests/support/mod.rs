@@ -42,13 +42,22 @@ pub fn free_port() -> u16 {
 }
 
 /// Polls `condition` until it yields a value.
-pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut condition: impl FnMut() -> F) -> T {
-    let deadline = Instant::now() + PATIENCE;
+pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, condition: impl FnMut() -> F) -> T {
+    eventually_within(PATIENCE, what, condition).await
+}
+
+/// As [`eventually`], for conditions that are hundreds of requests away.
+pub async fn eventually_within<T, F: Future<Output = Option<T>>>(
+    limit: Duration,
+    what: &str,
+    mut condition: impl FnMut() -> F,
+) -> T {
+    let deadline = Instant::now() + limit;
     loop {
         if let Some(value) = condition().await {
             return value;
         }
-        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
+        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -512,9 +521,10 @@ impl Smg {
         }
     }
 
-    /// Resident memory of this process, in bytes.
+    /// Resident memory of this process in bytes, without the parts of files (such as its own code) that are mapped into it.
     pub fn resident_bytes(&self) -> u64 {
         let pages = std::fs::read_to_string(format!("/proc/{}/statm", self.pid())).unwrap();
-        pages.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096
+        let pages: Vec<u64> = pages.split_whitespace().map(|pages| pages.parse().unwrap()).collect();
+        (pages[1] - pages[2]) * 4096
     }
 }

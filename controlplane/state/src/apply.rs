@@ -90,6 +90,10 @@ impl State {
                 if worker.intent == Intent::Draining {
                     return reject(RejectionCode::Invalid, "the worker is being removed");
                 }
+                // Until an update is carried out, readers see the spec before it: a spec made from that would undo it.
+                if expected.is_some() && worker.job.as_ref().is_some_and(is_active_update) {
+                    return reject(RejectionCode::RevisionConflict, format!("an update of worker {id} is in progress"));
+                }
                 let mut spec = spec.clone();
                 // The key is write-only: a body built from what was read does not carry it.
                 spec.api_key = spec.api_key.take().or_else(|| worker.spec.api_key.clone());
@@ -313,10 +317,7 @@ impl State {
                 worker.health = Health::Ready;
             }
             // An update that saw the worker before this patch must not overwrite it.
-            if let Some(job) = &mut worker.job
-                && job.kind == JobKind::UpdateWorker
-                && job.status != JobStatus::Failed
-            {
+            if let Some(job) = worker.job.as_mut().filter(|job| is_active_update(job)) {
                 job.status = JobStatus::Failed;
                 job.message = Some("superseded by a concurrent change".to_owned());
                 job.at_unix_ms = at;
@@ -474,6 +475,10 @@ impl State {
         };
         self.policies.insert(model.to_owned(), Arc::new(record));
     }
+}
+
+fn is_active_update(job: &Job) -> bool {
+    job.kind == JobKind::UpdateWorker && job.status != JobStatus::Failed
 }
 
 fn truncate(message: &str) -> &str {

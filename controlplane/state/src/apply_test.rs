@@ -140,6 +140,30 @@ fn a_patch_makes_a_concurrent_update_fail_instead_of_being_overwritten() {
 }
 
 #[test]
+fn a_spec_made_from_what_was_read_during_an_update_does_not_undo_it() {
+    let mut machine = Machine::new();
+    machine.registered(1, "http://p:1");
+    let mut changed = spec("http://p:1");
+    changed.priority = 7;
+    machine.run(Command::ReplaceWorker { id: id(1), spec: Box::new(changed) });
+    let read = machine.state.worker(id(1)).unwrap().clone();
+    let replace = |cost| {
+        let mut spec = read.spec.clone();
+        spec.cost = cost;
+        Command::ReplaceWorker { id: id(1), spec: Box::new(spec) }
+    };
+    let outcome = machine.run_expecting(replace(2.0), Some(read.mod_revision));
+    assert_eq!(code(&outcome), Some(RejectionCode::RevisionConflict));
+    machine.complete(1);
+    assert_eq!(machine.state.worker(id(1)).unwrap().spec.priority, 7);
+    // Without a condition the last writer wins, at any time.
+    machine.run(replace(3.0));
+    assert_eq!(machine.run(replace(4.0)).rejection, None);
+    machine.complete(1);
+    assert_eq!(machine.state.worker(id(1)).unwrap().spec.cost, 4.0);
+}
+
+#[test]
 fn a_patch_merges_labels_and_cannot_smuggle_connector_facts() {
     let mut machine = Machine::new();
     machine.registered(1, "http://p:1");

@@ -1,7 +1,8 @@
 //! Worker addresses.
 //!
 //! One engine must be one worker, however its address is spelled: `http://H:8000/` and `http://h:8000` are the same. A [`WorkerUrl`] is
-//! normalised at the edge (lower-case host, shortest IPv6 address, no trailing slash) and everything behind it compares plain strings.
+//! normalised at the edge (lower-case host, shortest IPv6 address, no port that the scheme implies, percent-encoding only where it is
+//! needed, no dot segments, no trailing slash: RFC 3986 section 6.2) and everything behind it compares plain strings.
 
 use std::fmt;
 
@@ -27,6 +28,9 @@ pub enum UrlError {
     /// The port is not a number from 1 to 65535.
     #[error("url has no valid port")]
     Port,
+    /// A `%` that begins no percent-encoding.
+    #[error("url has an invalid percent-encoding")]
+    Encoding,
     /// Query, fragment, credentials, white space or control characters.
     #[error("url must not contain credentials, a query, a fragment or white space")]
     Extra,
@@ -62,6 +66,15 @@ impl Scheme {
 
     fn prefix(self) -> &'static str {
         Self::ALL.iter().find(|(_, scheme)| *scheme == self).map_or("", |(prefix, _)| prefix)
+    }
+
+    /// The port of a URL that names none.
+    fn default_port(self) -> Option<u16> {
+        match self {
+            Scheme::Http => Some(80),
+            Scheme::Https => Some(443),
+            Scheme::Grpc | Scheme::Grpcs | Scheme::Ipc => None,
+        }
     }
 
     /// The wire that workers of this scheme speak.
@@ -107,13 +120,17 @@ impl WorkerUrl {
             return Err(UrlError::Extra);
         }
         let (host, port) = split_port(authority)?;
+        let port = port.filter(|port| scheme.default_port() != Some(*port));
         let mut normalised = format!("{}{host}", scheme.prefix());
         let host_end = normalised.len();
         if let Some(port) = port {
             normalised.push(':');
             normalised.push_str(&port.to_string());
         }
-        normalised.push_str(path.trim_end_matches('/'));
+        normalised.push_str(normal_path(path)?.trim_end_matches('/'));
+        if normalised.len() > MAX_URL_BYTES {
+            return Err(UrlError::TooLong);
+        }
         Ok(Self { text: normalised, scheme, host_end, port })
     }
 
@@ -132,7 +149,7 @@ impl WorkerUrl {
         self.text.get(self.scheme.prefix().len()..self.host_end).unwrap_or_default()
     }
 
-    /// The port, when the URL names one.
+    /// The port, unless it is the one that the scheme implies.
     pub fn port(&self) -> Option<u16> {
         self.port
     }
@@ -178,6 +195,37 @@ fn split_port(authority: &str) -> Result<(String, Option<u16>), UrlError> {
     Ok((host, port))
 }
 
+/// A path in its one spelling: no dot segments, what needs no percent-encoding has none, and what needs it has it in upper case.
+fn normal_path(path: &str) -> Result<String, UrlError> {
+    const HEX: [u8; 16] = *b"0123456789ABCDEF";
+    let mut spelled = String::with_capacity(path.len());
+    let mut bytes = path.bytes();
+    while let Some(first) = bytes.next() {
+        let mut digit = || bytes.next().and_then(|digit| char::from(digit).to_digit(16)).ok_or(UrlError::Encoding);
+        let (byte, encoded) = match first {
+            b'%' => ((digit()? << 4 | digit()?) as u8, true),
+            byte => (byte, false),
+        };
+        let unreserved = byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~');
+        if unreserved || byte.is_ascii_graphic() && !encoded {
+            spelled.push(char::from(byte));
+        } else {
+            let digits = [byte >> 4, byte & 15].map(|half| char::from(HEX[usize::from(half)]));
+            spelled.push('%');
+            spelled.extend(digits);
+        }
+    }
+    let mut segments: Vec<&str> = Vec::new();
+    for segment in spelled.split('/').skip(1) {
+        match segment {
+            "." => {}
+            ".." => drop(segments.pop()),
+            segment => segments.push(segment),
+        }
+    }
+    Ok(segments.iter().flat_map(|segment| ["/", segment]).collect())
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -190,6 +238,28 @@ mod tests {
         }
         for text in ["http://[FD00::1]:8000", "http://[fd00:0:0:0:0:0:0:1]:08000"] {
             assert_eq!(WorkerUrl::parse(text).unwrap().as_str(), "http://[fd00::1]:8000");
+        }
+    }
+
+    #[test]
+    fn what_the_scheme_implies_and_what_needs_no_encoding_is_not_spelled_out() {
+        for (text, normal) in [
+            ("http://h:80", "http://h"),
+            ("http://H:080/", "http://h"),
+            ("https://h:443/v", "https://h/v"),
+            ("https://h:80", "https://h:80"),
+            ("grpc://h:443", "grpc://h:443"),
+            ("http://[::1]:80/", "http://[::1]"),
+            ("http://h/%7Euser/%61", "http://h/~user/a"),
+            ("http://h/a%2fb%3f", "http://h/a%2Fb%3F"),
+            ("http://h/é", "http://h/%C3%A9"),
+            ("http://h/a/./b/../c/", "http://h/a/c"),
+            ("http://h/../%2e%2E/a", "http://h/a"),
+            ("http://h/a//b", "http://h/a//b"),
+        ] {
+            let url = WorkerUrl::parse(text).unwrap();
+            assert_eq!(url.as_str(), normal, "{text}");
+            assert_eq!(WorkerUrl::parse(normal).unwrap(), url, "the normal form is its own");
         }
     }
 
@@ -213,6 +283,9 @@ mod tests {
             ("http://h:0", UrlError::Port),
             ("http://h:99999", UrlError::Port),
             ("http://h:+1", UrlError::Port),
+            ("http://h/%4", UrlError::Encoding),
+            ("http://h/%zz", UrlError::Encoding),
+            ("http://h%41", UrlError::Host),
             ("http://u:p@h:1", UrlError::Extra),
             ("http://h/?q", UrlError::Extra),
             ("http://h /", UrlError::Extra),

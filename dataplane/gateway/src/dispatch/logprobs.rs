@@ -55,7 +55,7 @@ pub(super) async fn respond(
         let rewrite = prefill.map(|prefill| -> Rewrite {
             Box::new(move |event| logprobs::merge(logprobs::last_event(&prefill)?, event))
         });
-        return Ok(respond::relay_rewriting(job, decode, claim, scope.take(), true, first_output, rewrite));
+        return respond::relay(job, decode, claim, scope, first_output, rewrite).await;
     }
     let (head, body) = decode.into_parts();
     let body = read_whole(body, job.deadline).await.map_err(|error| {

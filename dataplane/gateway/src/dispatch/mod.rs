@@ -145,7 +145,7 @@ enum Failure {
     /// The gateway's own words.
     Gateway(GatewayError),
     /// An engine's error response, which passes through as it is.
-    Engine { response: Response<Answer>, code: &'static str },
+    Engine { response: Box<Response<Answer>>, code: &'static str },
 }
 
 impl Failed {
@@ -155,7 +155,7 @@ impl Failed {
 
     fn engine(response: Response<Answer>, code: &'static str, worker: WorkerId) -> Self {
         let blamed = retry::is_retryable(response.status()).then_some(worker);
-        Self { failure: Failure::Engine { response, code }, blamed }
+        Self { failure: Failure::Engine { response: Box::new(response), code }, blamed }
     }
 
     fn is_retryable(&self) -> bool {
@@ -191,10 +191,10 @@ impl Failed {
         }
     }
 
-    fn into_response(self, core: &Core, deadline: Instant) -> Response<Body> {
+    async fn into_response(self, core: &Core, deadline: Instant) -> Response<Body> {
         match self.failure {
             Failure::Gateway(error) => error.into_response(),
-            Failure::Engine { response, code } => respond::pass_error_through(core, response, code, deadline),
+            Failure::Engine { response, code } => respond::pass_error_through(core, *response, code, deadline).await,
         }
     }
 }
@@ -335,7 +335,7 @@ async fn run_attempts(
     if let Some(mut scope) = scope {
         scope.fail(failed.status(), failed.code());
     }
-    failed.into_response(core, deadline)
+    failed.into_response(core, deadline).await
 }
 
 /// Selects the workers of an attempt. What policies read of the request is dropped at once: a prompt may be large, and legs run long.

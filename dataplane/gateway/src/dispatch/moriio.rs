@@ -141,5 +141,5 @@ async fn concurrent(
         (metrics.pd_ttft.with_label_values(&labels), started),
         (metrics.pd_decode_ttft.with_label_values(&labels), started),
     ];
-    Ok(respond::relay(job, head, decode, scope.take(), true, first_output))
+    respond::relay(job, head, decode, scope, first_output, None).await
 }

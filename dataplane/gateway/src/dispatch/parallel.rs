@@ -100,7 +100,7 @@ pub(super) async fn run(
     if futures::poll!(&mut drain).is_pending() {
         job.core.background.spawn(drain);
     }
-    Ok(respond::relay(job, decode_head, decode, scope.take(), true, first_output))
+    respond::relay(job, decode_head, decode, scope, first_output, None).await
 }
 
 /// Reads the prefill's body to its end and records its outcome there.

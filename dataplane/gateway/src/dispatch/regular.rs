@@ -20,5 +20,5 @@ pub(super) async fn run(
     let codes = if worker.worker().role() == WorkerType::Prefill { LegCodes::LONE_PREFILL } else { LegCodes::REGULAR };
     let response = job.send(&mut worker, LegBody::Spliced(body, None), codes).await?;
     job.note(|attempt, now| attempt.decode_head_ms = Some(now));
-    Ok(respond::relay(job, response, worker, scope.take(), false, Vec::new()))
+    respond::relay(job, response, worker, scope, Vec::new(), None).await
 }

@@ -108,7 +108,7 @@ pub(super) async fn run_decode(
         (metrics.pd_ttft.with_label_values(&labels), started),
         (metrics.pd_decode_ttft.with_label_values(&labels), decode_started),
     ];
-    Ok(respond::relay(job, head, decode, scope.take(), true, first_output))
+    respond::relay(job, head, decode, scope, first_output, None).await
 }
 
 /// Reads the whole body of a leg.

@@ -303,13 +303,13 @@ pub struct InFlight {
     admission: Admission,
     verdict: Verdict,
     /// What the policy that chose the worker counts by.
-    lease: Option<smg_policies::Lease>,
+    lease: Option<Box<smg_policies::Lease>>,
 }
 
 impl InFlight {
     /// Holds what the policy counts by until the leg is over.
     pub fn hold(&mut self, lease: Option<smg_policies::Lease>) {
-        self.lease = lease;
+        self.lease = lease.map(Box::new);
     }
 
     /// The claimed worker.

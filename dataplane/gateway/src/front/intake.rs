@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::{HeaderMap, header};
 use http_body::Body;
 use http_body_util::BodyExt;
@@ -13,7 +13,7 @@ use crate::options::GatewayOptions;
 use crate::relay::describe;
 
 /// Space reserved on the word of a content length alone.
-const MAX_RESERVED: u64 = 1024 * 1024;
+const MAX_RESERVED: usize = 1024 * 1024;
 /// How much of a refused upload is still taken, and for how long: a client that is cut while it sends never reads why.
 const LINGER_BYTES: usize = 16 * 1024 * 1024;
 const LINGER: Duration = Duration::from_secs(2);
@@ -55,7 +55,7 @@ where
         return Err(GatewayError::BodyTooLarge(limit));
     }
     let mut first: Option<Bytes> = None;
-    let mut whole = BytesMut::new();
+    let mut whole = Vec::new();
     let end = Instant::now() + limits.total;
     loop {
         let stalled = Instant::now() + limits.stall;
@@ -75,12 +75,27 @@ where
             continue;
         }
         if let Some(first) = first.take() {
-            whole.reserve(announced.unwrap_or(0).min(MAX_RESERVED) as usize);
+            whole.reserve_exact(announced.map_or(0, |length| (length as usize).min(MAX_RESERVED)));
             whole.extend_from_slice(&first);
         }
+        make_room(&mut whole, data.len(), announced, limit);
         whole.extend_from_slice(&data);
     }
-    Ok(first.unwrap_or_else(|| whole.freeze()))
+    Ok(first.unwrap_or_else(|| Bytes::from(whole)))
+}
+
+/// Makes room for `more` bytes of a body of at most `limit`. Growing copies, and both copies take memory: it happens rarely, and never
+/// beyond what the body may become. Room that stays unused costs addresses only.
+fn make_room(whole: &mut Vec<u8>, more: usize, announced: Option<u64>, limit: usize) {
+    let needed = whole.len().saturating_add(more);
+    if needed <= whole.capacity() {
+        return;
+    }
+    let next = match announced {
+        Some(length) if needed > MAX_RESERVED => length as usize,
+        _ => whole.capacity().max(64 * 1024).saturating_mul(8),
+    };
+    whole.reserve_exact(next.min(limit).max(needed) - whole.len());
 }
 
 /// Takes and drops the rest of a refused upload while its answer is on the way, within bounds.

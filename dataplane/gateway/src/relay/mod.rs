@@ -90,6 +90,8 @@ pub trait OnEnd: Send + 'static {
 /// An engine's response body on its way to the client.
 pub struct Relay<E: OnEnd> {
     upstream: Answer,
+    /// A piece that was read before.
+    first: Option<Frame<Bytes>>,
     events: Option<Scanner>,
     dialect: Dialect,
     output: bool,
@@ -145,6 +147,7 @@ impl<E: OnEnd> Relay<E> {
     ) -> Self {
         Self {
             upstream,
+            first: None,
             events: events.map(|_| Scanner::default()),
             dialect: events.unwrap_or_default(),
             output: false,
@@ -158,6 +161,12 @@ impl<E: OnEnd> Relay<E> {
             first_event: None,
             on_end: Some(on_end),
         }
+    }
+
+    /// Puts a piece of the body that was read already before the rest.
+    pub fn starting_with(mut self, first: Option<Frame<Bytes>>) -> Self {
+        self.first = first;
+        self
     }
 
     /// Rewrites the data of the first event of a stream. It is held back until it is whole.
@@ -237,7 +246,11 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
             return Poll::Ready(Some(Err(broken)));
         }
         while !this.finished {
-            let polled = match Pin::new(&mut this.upstream).poll_frame(cx) {
+            let polled = match this.first.take() {
+                Some(first) => Poll::Ready(Some(Ok(first))),
+                None => Pin::new(&mut this.upstream).poll_frame(cx),
+            };
+            let polled = match polled {
                 Poll::Ready(polled) => polled,
                 Poll::Pending => {
                     ready!(this.poll_timers(cx));
@@ -292,7 +305,16 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        if self.events.is_some() { SizeHint::default() } else { self.upstream.size_hint() }
+        if self.events.is_some() {
+            return SizeHint::default();
+        }
+        let mut hint = self.upstream.size_hint();
+        let read = self.first.as_ref().and_then(Frame::data_ref).map_or(0, Bytes::len) as u64;
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper + read);
+        }
+        hint.set_lower(hint.lower() + read);
+        hint
     }
 }
 

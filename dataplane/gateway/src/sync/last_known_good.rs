@@ -8,6 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use smg_fleet::{Snapshot, wire};
 use smg_telemetry::SMG;
@@ -29,21 +30,34 @@ impl LastKnownGood {
         Self { directory }
     }
 
-    /// Puts the stored snapshot into use, if there is a good one.
-    pub(super) fn restore(&self, core: &Arc<Core>) {
+    /// Puts the stored snapshot into use, if there is a good one, and returns its age.
+    pub(super) fn restore(&self, core: &Arc<Core>) -> Option<Duration> {
         match self.load() {
-            Ok(None) => {}
+            Ok(None) => None,
             Ok(Some(snapshot)) => {
                 let revision = snapshot.revision;
                 match super::install(core, snapshot) {
-                    Ok(()) => tracing::info!(target: SMG, revision, "starting from the last known good snapshot"),
-                    Err(error) => tracing::warn!(target: SMG, %error, "the stored snapshot cannot be used"),
+                    Ok(()) => {
+                        tracing::info!(target: SMG, revision, "starting from the last known good snapshot");
+                        Some(self.age())
+                    }
+                    Err(error) => {
+                        tracing::warn!(target: SMG, %error, "the stored snapshot cannot be used");
+                        None
+                    }
                 }
             }
             Err(error) => {
-                tracing::warn!(target: SMG, %error, path = %self.directory.display(), "the stored snapshot cannot be read")
+                tracing::warn!(target: SMG, %error, path = %self.directory.display(), "the stored snapshot cannot be read");
+                None
             }
         }
+    }
+
+    /// The time since the snapshot was stored. Zero when the clock was set back since.
+    fn age(&self) -> Duration {
+        let stored = fs::metadata(self.directory.join(NAME)).and_then(|file| file.modified());
+        stored.ok().and_then(|stored| stored.elapsed().ok()).unwrap_or_default()
     }
 
     /// The stored snapshot.

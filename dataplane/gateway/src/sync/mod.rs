@@ -11,7 +11,7 @@ pub mod last_known_good;
 mod subscription;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 use bytes::Bytes;
@@ -31,7 +31,7 @@ use last_known_good::LastKnownGood;
 pub struct LinkStatus {
     /// Whether a stream is up.
     pub connected: bool,
-    /// Seconds since the control plane was last heard; none = never.
+    /// Seconds since the control plane was last heard, or, until it is, since the snapshot in use was stored; none = neither.
     pub stale_seconds: Option<u64>,
     /// Why the control plane's store has stopped, when this process runs it.
     pub store_failure: Option<String>,
@@ -40,16 +40,24 @@ pub struct LinkStatus {
 /// The way to the control plane: the channel in use, and what is known about it.
 pub struct Link {
     channel: ArcSwapOption<Channel>,
-    heard: Mutex<Option<Instant>>,
+    news: Mutex<Option<News>>,
     connected: std::sync::atomic::AtomicBool,
     store_failure: Mutex<Option<String>>,
+}
+
+/// The latest that is known of the fleet.
+#[derive(Debug, Clone, Copy)]
+struct News {
+    at: Instant,
+    /// How old it was by then.
+    age: Duration,
 }
 
 impl Default for Link {
     fn default() -> Self {
         Self {
             channel: ArcSwapOption::empty(),
-            heard: Mutex::new(None),
+            news: Mutex::new(None),
             connected: std::sync::atomic::AtomicBool::new(false),
             store_failure: Mutex::new(None),
         }
@@ -61,7 +69,7 @@ impl Link {
     pub fn status(&self) -> LinkStatus {
         LinkStatus {
             connected: self.connected.load(std::sync::atomic::Ordering::Acquire),
-            stale_seconds: self.heard.lock().map(|heard| heard.elapsed().as_secs()),
+            stale_seconds: self.news.lock().map(|news| (news.age + news.at.elapsed()).as_secs()),
             store_failure: self.store_failure.lock().clone(),
         }
     }
@@ -83,7 +91,11 @@ impl Link {
     }
 
     fn heard(&self) {
-        *self.heard.lock() = Some(Instant::now());
+        self.learned(Duration::ZERO);
+    }
+
+    fn learned(&self, age: Duration) {
+        *self.news.lock() = Some(News { at: Instant::now(), age });
     }
 }
 
@@ -125,8 +137,8 @@ pub(crate) fn install(core: &Arc<Core>, snapshot: Snapshot) -> Result<(), Refuse
 pub fn start(core: Arc<Core>, dial: Dial) -> Arc<Link> {
     let link = Arc::clone(&core.link);
     let stored = core.options.data_dir.clone().map(LastKnownGood::new);
-    if let Some(stored) = &stored {
-        stored.restore(&core);
+    if let Some(age) = stored.as_ref().and_then(|stored| stored.restore(&core)) {
+        link.learned(age);
     }
     smg_net::spawn("sync", subscription::run(core, Arc::clone(&link), dial, stored));
     link

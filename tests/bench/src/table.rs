@@ -63,7 +63,9 @@ impl Rows {
             for column in &columns {
                 let value = self.median(name, column);
                 let reference = base.as_deref().map(|base| self.median(base, column)).filter(|value| *value > 0.0);
+                // What was added to another latency may be nothing, or less: a ratio of that says nothing.
                 let ratio = reference
+                    .filter(|_| !column.starts_with("added"))
                     .filter(|_| base.as_ref() != Some(name) && !value.is_nan())
                     .map(|reference| format!(" ({:.2}x)", value / reference));
                 let _ = write!(text, " {}{} |", show(value), ratio.unwrap_or_default());

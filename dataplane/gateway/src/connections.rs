@@ -91,8 +91,7 @@ impl Connections {
     }
 
     async fn connect(&self, address: &Uri) -> Result<Box<Link>, ExchangeError> {
-        let stream =
-            self.connector.clone().call(address.clone()).await.map_err(|error| ExchangeError::Connect(error))?;
+        let stream = self.connector.clone().call(address.clone()).await.map_err(ExchangeError::Connect)?;
         let (sender, connection) = self.http.handshake(stream).await?;
         Ok(Box::new(Link { sender, connection, ended: false }))
     }

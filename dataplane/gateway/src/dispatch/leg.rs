@@ -100,7 +100,8 @@ pub async fn send(
     headers.insert(header::HOST, worker.host.clone());
     *request.headers_mut() = headers;
     let exchange = core.connections.exchange(worker.runtime.connections(), &worker.address, request);
-    let answer = tokio::time::timeout_at(deadline, exchange).await;
+    // In a box: what runs around it would carry its room for both legs to the end of the request.
+    let answer = tokio::time::timeout_at(deadline, Box::pin(exchange)).await;
     let error = match answer {
         // 101 is the one status of this class that a client library hands out, and no answer either: nobody asked to switch.
         Ok(Ok(response)) if response.status().is_informational() => {

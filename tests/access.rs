@@ -166,6 +166,19 @@ async fn each_role_reaches_as_far_as_documented_at_the_control_plane_and_through
     assert_eq!(forbidden.json::<Value>().await.unwrap()["code"], "FORBIDDEN");
     let known = ask(&gateway, "GET", "/fleet/whoami", Some(&operator)).await.json::<Value>().await.unwrap();
     assert_eq!(known, json!({"name": "o", "role": "operator"}));
+    // The decision on a request goes to who may read decisions. The registered engine may not be ready yet: the header is on any answer.
+    let shows = [("1", 0), ("Bearer unknown", 0), (&*format!("Bearer {KEY}"), 0), (&*format!("Bearer {viewer}"), 1)];
+    eventually("the worker is routed to", || async {
+        let answer = call(&gateway, "POST", "/generate", Some(KEY), &generate()).await;
+        answer.status().is_success().then_some(())
+    })
+    .await;
+    for (asked, shown) in shows {
+        let request = request(&gateway, "POST", "/generate", Some(KEY)).header("x-smg-decision", asked);
+        let answer = request.json(&generate()).send().await.unwrap();
+        assert_eq!(answer.headers().get_all("x-smg-decision").iter().count(), shown, "{asked}");
+    }
+    assert!(engine.requests().iter().all(|seen| seen.header_values("x-smg-decision").next().is_none()));
     // The key of the client edge is for inference alone, and a token is not one.
     assert_eq!(call(&gateway, "POST", "/generate", Some(&admin), &generate()).await.status(), StatusCode::UNAUTHORIZED);
     assert_ne!(call(&gateway, "POST", "/generate", Some(KEY), &generate()).await.status(), StatusCode::UNAUTHORIZED);

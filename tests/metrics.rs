@@ -440,7 +440,7 @@ async fn what_clients_make_up_never_becomes_a_label() {
         assert_eq!(response.status(), StatusCode::NOT_FOUND);
         let response = smg.get(&format!("/made-up-path-{number}")).await;
         assert_eq!(response.status(), StatusCode::NOT_FOUND);
-        if number % 10 != 0 {
+        if !number.is_multiple_of(10) {
             return;
         }
         let response = smg.get(&format!("/workers/made-up-worker-{number}")).await;

@@ -21,6 +21,8 @@ use smg_fleet::{Role, TokenHash};
 
 use super::error::envelope;
 use super::{Front, probes};
+use crate::core::Core;
+use crate::dispatch::explain::DECISION;
 
 /// Where clients of Anthropic's API put their key.
 const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -81,28 +83,42 @@ pub(super) fn refuse_inference(denied: Denied) -> Response<Body> {
 
 /// Judges an admin request that this gateway answers itself.
 pub(super) fn judge(front: &Front, method: &http::Method, path: &str, headers: &HeaderMap) -> Result<(), Denied> {
-    let secret = bearer(headers);
-    let table = front.core.table.load();
+    judge_secret(&front.core, bearer(headers), Role::required(method.as_str(), path))
+}
+
+/// Whether an inference request gets the decision on it as a header: its [`DECISION`] header carries what `Authorization` would have to
+/// carry for `GET /fleet/decisions`, because its own `Authorization` is that of the data plane. Where everybody may read decisions, any
+/// value asks but those that say no.
+pub(super) fn may_see_its_decision(core: &Core, headers: &HeaderMap) -> bool {
+    let Some(Ok(asked)) = headers.get(DECISION).map(HeaderValue::to_str) else { return false };
+    if matches!(asked, "" | "0" | "false") {
+        return false;
+    }
+    judge_secret(core, access::bearer(asked), Role::Viewer).is_ok()
+}
+
+fn judge_secret(core: &Core, secret: Option<&str>, need: Role) -> Result<(), Denied> {
+    let table = core.table.load();
     let tokens = &table.snapshot.tokens;
     if tokens.is_empty() {
-        return judge_by_key(front, headers);
+        return judge_by_key(core, secret);
     }
     let token = access::find(secret.ok_or(Denied::Missing)?, tokens.values(), |token| &token.hash);
-    let (have, need) = (token.ok_or(Denied::Unknown)?.role, Role::required(method.as_str(), path));
+    let have = token.ok_or(Denied::Unknown)?.role;
     if have >= need { Ok(()) } else { Err(Denied::Role { have, need }) }
 }
 
 /// Judges an admin request before it is forwarded: with tokens in the fleet that is the control plane's business.
 pub(super) fn judge_forwarded(front: &Front, headers: &HeaderMap) -> Result<(), Denied> {
-    if front.core.table.load().snapshot.tokens.is_empty() { judge_by_key(front, headers) } else { Ok(()) }
+    if front.core.table.load().snapshot.tokens.is_empty() { judge_by_key(&front.core, bearer(headers)) } else { Ok(()) }
 }
 
-fn judge_by_key(front: &Front, headers: &HeaderMap) -> Result<(), Denied> {
-    let keys = &front.core.options.keys;
+fn judge_by_key(core: &Core, secret: Option<&str>) -> Result<(), Denied> {
+    let keys = &core.options.keys;
     if keys.is_empty() {
         return Ok(());
     }
-    let secret = bearer(headers).ok_or(Denied::Missing)?;
+    let secret = secret.ok_or(Denied::Missing)?;
     access::find(secret, keys.gateway.iter(), |key| key).map(drop).ok_or(Denied::Unknown)
 }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use axum::body::Body;
 use bytes::Bytes;
-use http::{HeaderMap, Request, Response};
+use http::{Request, Response};
 use smg_engines::{ClientBody, Route};
 
 use super::access;
@@ -13,7 +13,6 @@ use super::admission::{self, Admission};
 use super::error::GatewayError;
 use super::intake;
 use crate::core::Core;
-use crate::dispatch::explain::DECISION;
 use crate::dispatch::{self, Inbound};
 use crate::trace::RequestTrace;
 
@@ -46,16 +45,11 @@ where
         Err(error) => return GatewayError::Body(error).into_response(),
     };
     let trace = head.extensions.get::<Arc<RequestTrace>>().cloned();
-    let explain = asks_for_the_decision(&head.headers);
+    let explain = access::may_see_its_decision(&core, &head.headers);
     let inbound = Inbound { route, headers: head.headers, body, request_id, arrived, trace, explain };
     let Some(admission) = &core.admission else { return dispatch::serve(&core, inbound).await };
     match admission.admit().await {
         Ok(permit) => admission::hold(dispatch::serve(&core, inbound).await, permit),
         Err(refused) => GatewayError::NotAdmitted(refused).into_response(),
     }
-}
-
-/// Whether a client asks for the decision on its request: with any value but those that say no.
-fn asks_for_the_decision(headers: &HeaderMap) -> bool {
-    headers.get(DECISION).is_some_and(|value| !matches!(value.as_bytes(), b"" | b"0" | b"false"))
 }

@@ -84,7 +84,7 @@ async fn a_retry_meets_in_a_new_room_under_the_same_request_id() {
 
 #[tokio::test]
 async fn the_other_leg_of_a_failed_attempt_is_closed_before_the_next_begins() {
-    let (smg, prefill, decode) = pair(Dispatch::Parallel, &["--retry-initial-backoff-ms", "500"]).await;
+    let (smg, prefill, decode) = sglang_pair(&["--retry-initial-backoff-ms", "500"]).await;
     prefill.set_fault(Fault::generation().hang().times(1));
     decode.set_fault(Fault::generation().status(503, "{}").times(1));
     let response = smg.post_as("mine", CHAT, &chat()).await;

@@ -182,7 +182,9 @@ async fn an_answer_that_breaks_before_its_first_byte_is_an_error_with_a_code() {
             assert_eq!(serving.failures(prefill).await, 0.0);
         }
         // Nothing has reached the client, so another attempt may still serve it.
-        serving.smg.set_policy("default", &json!({"retry": {"max_retries": 2, "initial_backoff_ms": 1}})).await;
+        let retry = json!({"max_retries": 2, "initial_backoff_ms": 1});
+        let document = json!({"retry": retry, "circuit_breaker": {"failure_threshold": 100}});
+        serving.smg.set_policy("default", &document).await;
         serving.output.clear_faults();
         serving.output.set_fault(whole.clone().close_after_bytes(0).times(1));
         serving.output.set_fault(whole);

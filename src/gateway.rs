@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use smg_gateway::{AdmissionOptions, Dial, Gateway, GatewayOptions, Keys};
+use smg_gateway::{AdmissionOptions, Dial, Gateway, GatewayOptions, Keys, LoadMonitorOptions};
 use smg_net::patience::Patience;
 use smg_net::serve::{ConnectionEvent, ServeOptions, Server, Shutdown, bind};
 use smg_net::tls::ServerTls;
@@ -72,6 +72,10 @@ pub fn options(edge: &EdgeArgs, keys: Keys) -> GatewayOptions {
         request_timeout: seconds(edge.request_timeout_secs),
         pool_idle_timeout: or_for_ever(edge.upstream_pool_idle_timeout_secs),
         sse_keep_alive: seconds(edge.sse_keepalive_secs),
+        load: LoadMonitorOptions {
+            interval: seconds(edge.load_monitor_interval),
+            only_if_needed: edge.disable_load_monitoring && !edge.engine_metrics,
+        },
         request_id_headers: edge.request_id_headers(),
         routing_key_headers: edge.routing_key_headers(),
         keys,

@@ -157,3 +157,48 @@ async fn a_removed_worker_ends_what_it_runs_and_gets_nothing_new() {
     assert_eq!(smg.metric("smg_worker_errors_total", &[]).await, 0.0);
     smg.until_idle().await;
 }
+
+async fn id_of(smg: &Smg, engine: &MockEngine) -> String {
+    let list = smg.get_json("/workers").await;
+    let workers = list["workers"].as_array().unwrap();
+    workers.iter().find(|worker| worker["url"] == engine.url()).unwrap()["id"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn a_removed_worker_stays_until_it_is_idle() {
+    let (smg, _prefill, leaving) = slow_pair(Duration::from_millis(200), &["--drain-settle-secs", "1"]).await;
+    let stream = begin(&smg).await;
+    let path = format!("/workers/{}", id_of(&smg, &leaving).await);
+    let removed = Instant::now();
+    assert_eq!(smg.client.delete(format!("{}{path}", smg.url)).send().await.unwrap().status(), StatusCode::ACCEPTED);
+    let ending = tokio::spawn(finish(stream));
+    let mut seen_after_settling = false;
+    while !ending.is_finished() {
+        let shown = smg.get(&path).await;
+        // Between the last byte and this answer it may have gone.
+        if ending.is_finished() {
+            break;
+        }
+        assert_eq!(shown.status(), StatusCode::OK, "it left after {:?} with a request running", removed.elapsed());
+        assert_eq!(shown.json::<serde_json::Value>().await.unwrap()["status"], "draining");
+        seen_after_settling |= removed.elapsed() > Duration::from_millis(1500);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(seen_after_settling);
+    assert!(ending.await.unwrap().unwrap().ends_with("data: [DONE]\n\n"));
+    eventually("the worker is gone", || async { (smg.get(&path).await.status() == 404).then_some(()) }).await;
+}
+
+#[tokio::test]
+async fn a_removed_worker_leaves_at_its_deadline_and_what_it_runs_is_not_cut() {
+    let flags = ["--drain-settle-secs", "1", "--drain-timeout-secs", "2"];
+    let (smg, _prefill, leaving) = slow_pair(Duration::from_millis(300), &flags).await;
+    let stream = begin(&smg).await;
+    let id = id_of(&smg, &leaving).await;
+    smg.remove(&id).await;
+    assert_eq!(leaving.active(), 1, "it still runs its request");
+    let text = finish(stream).await.expect("the running stream is not cut");
+    assert!(text.ends_with("data: [DONE]\n\n") && !text.contains("\"error\""), "{text}");
+    assert!(smg.log().contains("still runs requests"));
+    smg.until_idle().await;
+}

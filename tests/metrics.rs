@@ -109,25 +109,8 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
 const NOT_YET: &[(&str, &str)] = &[
     ("smg_pd_kv_transfer_duration_seconds", "gRPC workers"),
     ("smg_pd_admission_window", "gRPC workers"),
-    ("smg_pd_prefill_admission_inflight", "the prefill admission queue"),
-    ("smg_pd_prefill_admission_queued", "the prefill admission queue"),
-    ("smg_pd_prefill_admission_wait_seconds", "the prefill admission queue"),
-    ("smg_pd_prefill_admission_rejections_total", "the prefill admission queue"),
     ("smg_worker_connections_active", "counting connections to workers"),
-    ("smg_workers_overloaded", "overload protection"),
-    ("smg_worker_overload_shed_total", "overload protection"),
-    ("smg_worker_overload_fallback_total", "overload protection"),
-    ("smg_worker_liveness_fallback_total", "watching the engines' load reports"),
-    ("smg_engine_running_requests", "watching the engines' load reports"),
-    ("smg_engine_waiting_requests", "watching the engines' load reports"),
-    ("smg_engine_token_usage", "watching the engines' load reports"),
-    ("smg_engine_gen_throughput", "watching the engines' load reports"),
-    ("smg_engine_cache_hit_rate", "watching the engines' load reports"),
-    ("smg_engine_load_polls_total", "watching the engines' load reports"),
-    ("smg_engine_pd_kv_transfer_latency_ms", "gRPC workers"),
-    ("smg_engine_pd_kv_transfer_speed_gb_s", "gRPC workers"),
-    ("smg_engine_pd_prefill_queue_reqs", "gRPC workers"),
-    ("smg_engine_pd_decode_queue_reqs", "gRPC workers"),
+    ("smg_worker_liveness_fallback_total", "judging workers by their silence"),
 ];
 
 /// Series of the documented table that only gRPC workers or impossible states move: present, and zero.

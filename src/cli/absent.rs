@@ -95,25 +95,8 @@ const GROUPS: &[Group] = &[
         flags: &[switch(&["dp-aware"]), switch(&["dp-minimum-tokens-scheduler"])],
     },
     Group {
-        feature: "overload protection",
-        flags: &[
-            switch(&["worker-overload-protection"]),
-            off_switch(&["disable-worker-overload-protection"]),
-            one(&["worker-overload-waiting-requests"]),
-            one(&["worker-overload-token-usage"]),
-            switch(&["worker-overload-shed"]),
-        ],
-    },
-    Group {
-        feature: "watching the engines' load reports",
-        flags: &[
-            one(&["load-monitor-interval"]),
-            off_switch(&["disable-load-monitoring"]),
-            one(&["worker-stall-secs"]),
-            one(&["worker-wedge-secs"]),
-            one_or_off(&["worker-stale-secs"], &["0"]),
-            switch(&["engine-metrics"]),
-        ],
+        feature: "judging workers by their silence",
+        flags: &[one(&["worker-stall-secs"]), one(&["worker-wedge-secs"]), one_or_off(&["worker-stale-secs"], &["0"])],
     },
     Group {
         feature: "the reinforcement-learning control API",
@@ -122,14 +105,6 @@ const GROUPS: &[Group] = &[
     Group {
         feature: "encode/prefill/decode serving",
         flags: &[switch(&["epd-disaggregation"]), many(&["encode"]), one(&["encode-policy"])],
-    },
-    Group {
-        feature: "the prefill admission queue",
-        flags: &[
-            one_or_off(&["prefill-max-inflight-requests-per-worker"], &["-1", "0"]),
-            one(&["prefill-queue-size"]),
-            one(&["prefill-queue-timeout-secs"]),
-        ],
     },
     Group {
         feature: "preparing media in the gateway",

@@ -28,9 +28,12 @@ pub struct HealthFlags {
     /// Probe nothing: registered workers count as healthy
     #[arg(long)]
     pub disable_health_check: bool,
-    /// Time a removed worker drains, in seconds; 0 removes it at once [default: 5]
+    /// Time a removed worker stays at least, in seconds; 0 removes it at once [default: 5]
     #[arg(long, value_name = "SECONDS")]
     pub drain_settle_secs: Option<u64>,
+    /// Time a removed worker stays at most, while requests still run on it, in seconds [default: 1800]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub drain_timeout_secs: Option<u64>,
     /// Time a worker may take to answer after it was registered, in seconds [default: 1800]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub worker_startup_timeout_secs: Option<u64>,
@@ -53,6 +56,7 @@ impl HealthFlags {
             failure_threshold: self.health_failure_threshold,
             disabled: self.disable_health_check.then_some(true),
             drain_settle_secs: self.drain_settle_secs,
+            drain_timeout_secs: self.drain_timeout_secs,
         };
         let registration = RegistrationPolicy {
             timeout_secs: self.worker_startup_timeout_secs,

@@ -14,6 +14,7 @@ use super::health::HealthFlags;
 use super::limits::EdgeArgs;
 use super::policy::PolicyFlags;
 use super::process::{ProcessArgs, check_ports_differ};
+use super::protection::ProtectionFlags;
 use super::resilience::ResilienceFlags;
 use super::tls::WorkerTlsFlags;
 use super::tuning::TuningFlags;
@@ -30,6 +31,8 @@ pub(super) struct LaunchFlags {
     tuning: TuningFlags,
     #[command(flatten)]
     resilience: ResilienceFlags,
+    #[command(flatten)]
+    protection: ProtectionFlags,
     #[command(flatten)]
     health: HealthFlags,
     #[command(flatten)]
@@ -132,6 +135,7 @@ impl LaunchFlags {
         let worker_tls = self.worker_tls.resolve()?;
         let startup_workers = self.workers.specs()?;
         self.policy.check(self.workers.legs())?;
+        self.protection.check()?;
         let mut listeners = vec![("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)];
         listeners.extend(self.fleet.controlplane_listen.map(|address| ("--controlplane-listen", address.port())));
         check_ports_differ(&listeners)?;
@@ -144,6 +148,7 @@ impl LaunchFlags {
         self.policy.write_to(&mut startup_policy);
         self.tuning.write_to(&mut startup_policy);
         self.resilience.write_to(&mut startup_policy);
+        self.protection.write_to(&mut startup_policy);
         self.health.write_to(&mut startup_policy);
         // What no single flag can know, such as that lengths must ascend.
         startup_policy.validate("").map_err(|error| CliError::conflict("policy flags", error.to_string()))?;

@@ -70,6 +70,15 @@ pub struct EdgeArgs {
     /// Time a kept-alive client connection may be unused, in seconds; 0 keeps it
     #[arg(long, value_name = "SECONDS", default_value_t = 90)]
     pub idle_connection_timeout_secs: u64,
+    /// Pause between two load reports of one engine, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    pub load_monitor_interval: u64,
+    /// Ask engines for their load only while a policy or overload protection needs it
+    #[arg(long)]
+    pub disable_load_monitoring: bool,
+    /// Ask engines for their load whether anything needs it or not: this is the default
+    #[arg(long)]
+    pub engine_metrics: bool,
     /// Headers to look for a request id in, first match wins
     /// [default: x-request-id x-correlation-id x-trace-id request-id]
     #[arg(long, num_args = 0.., value_name = "HEADER", value_parser = values::header_name)]

@@ -22,6 +22,7 @@ mod launch;
 mod limits;
 mod policy;
 mod process;
+mod protection;
 mod resilience;
 #[cfg(test)]
 mod tests;

@@ -25,6 +25,12 @@ pub struct ResilienceFlags {
     /// Share by which a wait is varied either way, 0 to 1 [default: 0.2]
     #[arg(long, value_name = "SHARE", value_parser = values::share)]
     pub retry_jitter_factor: Option<f64>,
+    /// Retries allowed for each request, as a share of the traffic, 0 to 1: an overload must not be multiplied [default: 0.2]
+    #[arg(long, value_name = "SHARE", value_parser = values::share)]
+    pub retry_budget_ratio: Option<f64>,
+    /// Retries a second that are allowed however little traffic there is [default: 10]
+    #[arg(long, value_name = "N")]
+    pub retry_budget_min_per_sec: Option<u32>,
     /// Send every request once
     #[arg(long)]
     pub disable_retries: bool,
@@ -55,6 +61,8 @@ impl ResilienceFlags {
             backoff_multiplier: self.retry_backoff_multiplier,
             jitter_factor: self.retry_jitter_factor,
             disabled: self.disable_retries.then_some(true),
+            budget_ratio: self.retry_budget_ratio,
+            budget_min_per_sec: self.retry_budget_min_per_sec,
         };
         let breaker = BreakerPolicy {
             failure_threshold: self.cb_failure_threshold,

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 
 use smg_fleet::pairing::PairingMode;
 use smg_fleet::policy::{BreakerPolicy, HealthPolicy, PolicyName, RegistrationPolicy, RetryPolicy};
+use smg_fleet::protection::{OverloadPolicy, PrefillAdmissionPolicy};
 use smg_fleet::{PolicyDocument, Role, Runtime, StartupToken, TokenHash, WorkerSpec, WorkerType};
 
 use super::*;
@@ -351,7 +352,6 @@ fn absent_flags_are_refused_unless_they_switch_their_feature_off() {
         ("smg --dp-aware", "--dp-aware"),
         ("smg --enable-mesh", "--enable-mesh"),
         ("smg --log-dir /var/log/smg", "--log-dir"),
-        ("smg --prefill-max-inflight-requests-per-worker 4", "--prefill-max-inflight-requests-per-worker"),
         ("smg --remove-unhealthy-workers", "--remove-unhealthy-workers"),
         ("smg --worker-auto-recovery=true", "--remove-unhealthy-workers"),
         ("smg --encode http://a:1 8995", "--encode"),
@@ -537,10 +537,13 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
         "smg --pd-disaggregation --policy random --prefill-policy round_robin --decode-policy power_of_two \
          --decode http://a:1 --decode http://b:1 --pd-pairing-mode strict --retry-max-retries 2 \
          --retry-initial-backoff-ms 3 --retry-max-backoff-ms 4 --retry-backoff-multiplier 2.5 \
-         --retry-jitter-factor 0.5 --disable-retries --cb-failure-threshold 6 --cb-success-threshold 7 \
+         --retry-jitter-factor 0.5 --disable-retries --retry-budget-ratio 0.25 --retry-budget-min-per-sec 17 --cb-failure-threshold 6 --cb-success-threshold 7 \
          --cb-timeout-duration-secs 8 --cb-window-duration-secs 9 --disable-circuit-breaker \
          --health-check-endpoint /ping --health-check-timeout-secs 10 --health-check-interval-secs 11 \
          --health-success-threshold 12 --health-failure-threshold 13 --disable-health-check --drain-settle-secs 0 \
+         --drain-timeout-secs 18 --worker-overload-protection --worker-overload-waiting-requests 19 \
+         --worker-overload-token-usage 0.7 --worker-overload-shed --prefill-max-inflight-requests-per-worker 20 \
+         --prefill-queue-size 21 --prefill-queue-timeout-secs 22 \
          --worker-startup-timeout-secs 14 --worker-startup-check-interval 15 --worker-startup-delay 16",
     );
     let expected = PolicyDocument {
@@ -556,6 +559,8 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
             backoff_multiplier: Some(2.5),
             jitter_factor: Some(0.5),
             disabled: Some(true),
+            budget_ratio: Some(0.25),
+            budget_min_per_sec: Some(17),
         }),
         circuit_breaker: Some(BreakerPolicy {
             failure_threshold: Some(6),
@@ -572,11 +577,23 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
             failure_threshold: Some(13),
             disabled: Some(true),
             drain_settle_secs: Some(0),
+            drain_timeout_secs: Some(18),
         }),
         registration: Some(RegistrationPolicy {
             timeout_secs: Some(14),
             check_interval_secs: Some(15),
             delay_secs: Some(16),
+        }),
+        overload: Some(OverloadPolicy {
+            disabled: Some(false),
+            waiting_requests: Some(19),
+            token_usage: Some(0.7),
+            shed: Some(true),
+        }),
+        prefill_admission: Some(PrefillAdmissionPolicy {
+            max_inflight_per_worker: Some(20),
+            queue_size: Some(21),
+            queue_timeout_secs: Some(22),
         }),
         ..PolicyDocument::default()
     };

@@ -16,6 +16,14 @@ pub(super) fn share(text: &str) -> Result<f64, String> {
     }
 }
 
+/// A share above zero, such as a threshold.
+pub(super) fn positive_share(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
+        _ => Err("must be a number above 0 and at most 1".to_owned()),
+    }
+}
+
 /// A finite number above zero, such as a histogram bound.
 pub(super) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {

@@ -99,7 +99,7 @@ impl ControlPlane {
         let client = probe::client::ProbeClient::new(worker_tls.as_ref());
         let (sync, publisher) =
             sync::SyncService::new(Arc::clone(writer.store()), Arc::clone(&metrics), shutdown.clone(), sync);
-        let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), jobs);
+        let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), sync.gateways(), jobs);
         let prober = probe::Prober::new(writer.clone(), client, Arc::clone(&metrics), probe);
         let store = Arc::clone(writer.store());
         let leading = (Arc::clone(&store), shutdown.clone());

@@ -128,6 +128,15 @@ impl State {
                 }
                 self.update(*id, |worker| worker.health = *health)
             }
+            Command::RefreshFacts { id, facts, health } => {
+                let worker = self.existing(*id, None)?;
+                let known = worker.facts.as_ref() == Some(facts) && worker.health == *health;
+                if worker.facts.is_none() || worker.intent == Intent::Draining || known {
+                    return Ok(Effect::none(Some(*id)));
+                }
+                let (facts, health) = (Some(Facts::clone(facts)), *health);
+                self.update(*id, |worker| (worker.facts, worker.health) = (facts, health))
+            }
             Command::SetIntent { id, intent } => {
                 let worker = self.existing(*id, expected)?;
                 if worker.intent == Intent::Draining || *intent == Intent::Draining {

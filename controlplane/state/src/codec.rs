@@ -90,6 +90,11 @@ pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
         Command::SetHealth { id, health } => {
             Pb::SetHealth(pb::SetHealth { id: id_bytes(id), health: wire::health_number(*health) })
         }
+        Command::RefreshFacts { id, facts, health } => Pb::RefreshFacts(pb::RefreshFacts {
+            id: id_bytes(id),
+            facts: Some(wire::facts_to_pb(facts)),
+            health: wire::health_number(*health),
+        }),
         Command::SetIntent { id, intent } => {
             Pb::SetIntent(pb::SetIntent { id: id_bytes(id), intent: wire::intent_number(*intent) })
         }
@@ -166,6 +171,11 @@ pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
             message: c.message,
         },
         Pb::SetHealth(c) => Command::SetHealth { id: wire::worker_id(&c.id)?, health: wire::health(c.health)? },
+        Pb::RefreshFacts(c) => Command::RefreshFacts {
+            id: wire::worker_id(&c.id)?,
+            facts: Box::new(wire::facts_from_pb(required(c.facts, "facts")?)?),
+            health: wire::health(c.health)?,
+        },
         Pb::SetIntent(c) => Command::SetIntent { id: wire::worker_id(&c.id)?, intent: wire::intent(c.intent)? },
         Pb::ForgetJob(c) => Command::ForgetJob { id: wire::worker_id(&c.id)?, number: c.number },
         Pb::ReconcileStartup(c) => Command::ReconcileStartup {

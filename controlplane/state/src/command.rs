@@ -82,6 +82,15 @@ pub enum Command {
         /// The verdict.
         health: Health,
     },
+    /// The engine behind a worker was started anew, or answers again: what it says now, and the verdict of active probes.
+    RefreshFacts {
+        /// Which worker.
+        id: WorkerId,
+        /// What the engine says.
+        facts: Box<Facts>,
+        /// The verdict.
+        health: Health,
+    },
     /// An operator changes what they want with a worker.
     SetIntent {
         /// Which worker.
@@ -171,6 +180,7 @@ impl Command {
             Command::CompleteJob { .. } => "complete_job",
             Command::ReportJob { .. } => "report_job",
             Command::SetHealth { .. } => "set_health",
+            Command::RefreshFacts { .. } => "refresh_facts",
             Command::SetIntent { .. } => "set_intent",
             Command::ForgetJob { .. } => "forget_job",
             Command::ReconcileStartup { .. } => "reconcile_startup",

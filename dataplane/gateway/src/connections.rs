@@ -6,7 +6,8 @@
 //! Invariants
 //! * a connection carries one exchange at a time and goes back to its pool only when that exchange has ended properly, both ways;
 //! * dropping an exchange, or the body of its response, closes the connection: that is how engines learn that nobody waits any more;
-//! * a request that finds its connection closed by the worker before anything was sent goes out again on another one; nothing else does.
+//! * a request that finds its connection closed by the worker before anything was sent goes out again on another one; what else may go
+//!   out again is decided by the leg ([`crate::resilience::stale`]).
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use http::{Request, Response, Uri};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use smg_net::tls::WorkerConnector;
 use thiserror::Error;
@@ -25,6 +27,7 @@ use tower::Service;
 
 use crate::core::Core;
 use crate::dispatch::leg::LegBody;
+use crate::resilience::stale::{Answered, Noting};
 
 /// How often connections at rest are looked at.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -42,6 +45,9 @@ pub enum ExchangeError {
     /// The connection broke.
     #[error("the connection broke")]
     Broken(#[from] hyper::Error),
+    /// It broke without a byte of an answer, and it had rested before: the worker may have closed it without having seen the request.
+    #[error("the connection had been closed")]
+    Stale(#[source] hyper::Error),
 }
 
 /// How connections are made.
@@ -84,16 +90,35 @@ impl Connections {
                 }
                 Err(mut error) => match error.take_message() {
                     Some(unsent) if !is_new => request = unsent,
+                    None if !is_new && !link.answered.is_set() => return Err(ExchangeError::Stale(error.into_error())),
                     _ => return Err(error.into_error().into()),
                 },
             }
         }
     }
 
+    /// As [`Connections::exchange`], on a connection that nobody has used.
+    ///
+    /// # Errors
+    /// When there is no head.
+    pub async fn exchange_anew(
+        &self,
+        pool: &Arc<Pool>,
+        address: &Uri,
+        request: Request<LegBody>,
+    ) -> Result<Response<Answer>, ExchangeError> {
+        let mut link = self.connect(address).await?;
+        let response = link.send(request).await.map_err(|error| error.into_error())?;
+        let pool = Arc::clone(pool);
+        Ok(response.map(|incoming| Answer::new(incoming, link, pool)))
+    }
+
     async fn connect(&self, address: &Uri) -> Result<Box<Link>, ExchangeError> {
         let stream = self.connector.clone().call(address.clone()).await.map_err(ExchangeError::Connect)?;
+        let answered = Answered::default();
+        let stream = TokioIo::new(Noting::new(TokioIo::new(stream), answered.clone()));
         let (sender, connection) = self.http.handshake(stream).await?;
-        Ok(Box::new(Link { sender, connection, ended: false }))
+        Ok(Box::new(Link { sender, connection, answered, ended: false }))
     }
 }
 
@@ -152,7 +177,8 @@ type Socket = <WorkerConnector as Service<Uri>>::Response;
 /// One connection: what drives it, and what gives it work.
 struct Link {
     sender: SendRequest<LegBody>,
-    connection: Connection<Socket, LegBody>,
+    connection: Connection<TokioIo<Noting<TokioIo<Socket>>>, LegBody>,
+    answered: Answered,
     ended: bool,
 }
 
@@ -180,6 +206,7 @@ impl Link {
         &mut self,
         request: Request<LegBody>,
     ) -> Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<LegBody>>> {
+        self.answered.clear();
         let mut response = std::pin::pin!(self.sender.try_send_request(request));
         let (connection, ended) = (&mut self.connection, &mut self.ended);
         std::future::poll_fn(|cx| {

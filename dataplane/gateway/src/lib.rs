@@ -9,6 +9,7 @@
 //!
 //! A gateway needs nothing from the control plane to route: a lost stream delays changes and fails no request.
 
+pub mod admission;
 pub mod clock;
 pub mod connections;
 pub mod core;
@@ -17,6 +18,7 @@ pub mod dispatch;
 pub mod fleet;
 pub mod front;
 pub mod hints;
+pub mod load;
 pub mod options;
 pub mod relay;
 pub mod resilience;
@@ -32,7 +34,7 @@ pub use crate::core::Core;
 pub use front::access::Keys;
 pub use front::admission::AdmissionOptions;
 pub use front::cors::Origins;
-pub use options::GatewayOptions;
+pub use options::{GatewayOptions, LoadMonitorOptions};
 pub use sync::Link;
 pub use sync::dial::Dial;
 
@@ -49,6 +51,7 @@ impl Gateway {
         let link = sync::start(Arc::clone(&core), dial);
         smg_net::spawn("connection-sweep", connections::sweep_for_ever(Arc::clone(&core)));
         smg_net::spawn("policy-gauges", fleet::policies::show_for_ever(Arc::clone(&core)));
+        smg_net::spawn("load-monitor", load::monitor::watch(Arc::clone(&core)));
         Self { core, link }
     }
 

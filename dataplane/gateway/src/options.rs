@@ -42,10 +42,34 @@ pub struct GatewayOptions {
     pub worker_tls: Option<smg_net::tls::ClientConfig>,
     /// Keys that inference needs.
     pub keys: Keys,
+    /// How engines are asked for their load.
+    pub load: LoadMonitorOptions,
     /// How long writes wait for the control plane.
     pub control_plane_timeout: Duration,
     /// Where traces go; none = requests are not traced.
     pub tracer: Option<Tracer>,
+}
+
+/// How engines are asked for their load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadMonitorOptions {
+    /// Pause between two reports of one engine.
+    pub interval: Duration,
+    /// Ask only while a policy or overload protection needs the answers.
+    pub only_if_needed: bool,
+}
+
+impl LoadMonitorOptions {
+    /// The interval in whole seconds, at least 1: what a refused client is told to wait.
+    pub fn interval_secs(&self) -> u32 {
+        u32::try_from(self.interval.as_secs()).unwrap_or(u32::MAX).max(1)
+    }
+}
+
+impl Default for LoadMonitorOptions {
+    fn default() -> Self {
+        Self { interval: Duration::from_secs(10), only_if_needed: false }
+    }
 }
 
 impl Default for GatewayOptions {
@@ -67,6 +91,7 @@ impl Default for GatewayOptions {
             cors_origins: Origins::None,
             worker_tls: None,
             keys: Keys::default(),
+            load: LoadMonitorOptions::default(),
             control_plane_timeout: Duration::from_secs(2),
             tracer: None,
         }

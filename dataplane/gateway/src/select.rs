@@ -15,7 +15,7 @@ use thiserror::Error;
 
 use crate::decision::{Exclusion, Picked};
 use crate::fleet::table::{Mismatch, ModelPool};
-use crate::fleet::worker::{InFlight, RoutedWorker};
+use crate::fleet::worker::{InFlight, RoutedWorker, Standing};
 use crate::hints::Hints;
 
 /// Why no worker was selected.
@@ -40,6 +40,17 @@ pub enum SelectError {
         policy: PolicyName,
         /// The leg it chose for.
         leg: &'static str,
+    },
+    /// Every prefill worker that could serve runs as many prefill phases as it may.
+    #[error("Every prefill worker is at its limit of requests")]
+    PrefillFull,
+    /// Every worker that could serve is overloaded, and requests are refused then.
+    #[error("All workers for model '{model}' are overloaded")]
+    Overloaded {
+        /// Which model.
+        model: Arc<str>,
+        /// Seconds after which engines will have reported again.
+        retry_after_secs: u32,
     },
     /// No prefill shares a KV transfer protocol with any decode.
     #[error("No prefill/decode pair shares a KV transfer protocol (mismatch on {:?}; prefill: {:?}, decode: {:?})", .0.components, .0.prefill_keys, .0.decode_keys)]
@@ -149,6 +160,8 @@ pub struct Choice<'a> {
     pub hints: &'a Hints<'a>,
     /// Time, in milliseconds of the gateway's clock.
     pub now_ms: u64,
+    /// How often engines are asked for their load, in seconds.
+    pub load_interval_secs: u32,
 }
 
 /// How a selection came about.
@@ -170,20 +183,31 @@ pub fn select(
     trace: &mut Trace,
 ) -> Result<Selection, SelectError> {
     let pool = choice.pool;
-    let regulars = available(pool.regulars.iter(), &mut trace.exclusions);
-    let prefills = available(pool.prefills.iter().map(|entry| &entry.worker), &mut trace.exclusions);
-    let decodes = available(pool.decodes.iter(), &mut trace.exclusions);
+    let regulars = choice.usable(pool.regulars.iter(), &mut trace.exclusions);
+    let mut prefills = choice.usable(pool.prefills.iter().map(|entry| &entry.worker), &mut trace.exclusions);
+    let decodes = choice.usable(pool.decodes.iter(), &mut trace.exclusions);
+    let full =
+        pool.settings.prefill_admission.limit.is_some() && prefills.keep_those_with_room(pool, &mut trace.exclusions);
     let paired = !prefills.is_empty() && !decodes.is_empty() && pool.mismatch.is_none();
     // Where a model has both kinds of workers, each kind gets its share of the traffic.
     let regular_share = regulars.len() as u64;
     let pair_share = if paired { (prefills.len() + decodes.len()) as u64 } else { 0 };
     if regular_share > 0 && (pair_share == 0 || entropy() % (regular_share + pair_share) < regular_share) {
-        return choice.regular(&regulars, &mut entropy, &mut trace.picks);
+        return choice.regular(regulars, &mut entropy, trace);
     }
     if !paired {
-        return Err(why_nothing(pool, prefills.is_empty()));
+        let waits = full && prefills.is_empty() && !decodes.is_empty() && pool.mismatch.is_none();
+        return Err(if waits { SelectError::PrefillFull } else { why_nothing(pool, prefills.is_empty()) });
     }
-    choice.pair(&prefills, &decodes, &mut entropy, &mut trace.picks)
+    choice.pair(prefills, decodes, &mut entropy, trace).map_err(|error| match error {
+        // Another request may have taken the last place in between, or the one that the client insists on is taken.
+        SelectError::NoPartner | SelectError::Declined { leg: "prefill", .. }
+            if full || pool.prefills.iter().any(|entry| entry.worker.is_full()) =>
+        {
+            SelectError::PrefillFull
+        }
+        error => error,
+    })
 }
 
 /// Picks and claims one worker for a route that has no second leg.
@@ -197,38 +221,148 @@ pub fn select_one(
     trace: &mut Trace,
 ) -> Result<Selection, SelectError> {
     let pool = choice.pool;
-    let regulars = available(pool.regulars.iter(), &mut trace.exclusions);
+    let regulars = choice.usable(pool.regulars.iter(), &mut trace.exclusions);
     if !regulars.is_empty() || legs == Legs::RegularOnly {
-        return choice.regular(&regulars, &mut entropy, &mut trace.picks);
+        return choice.regular(regulars, &mut entropy, trace);
     }
-    let mut prefills = available(pool.prefills.iter().map(|entry| &entry.worker), &mut trace.exclusions);
+    let prefills = choice.usable(pool.prefills.iter().map(|entry| &entry.worker), &mut trace.exclusions);
+    if prefills.is_empty() {
+        return Err(SelectError::NoPrefillServers);
+    }
+    let (mut rest, standing) = choice.preferred(prefills)?;
     // The policy of whole requests, not that of the prefill leg: no KV cache is built.
-    while !prefills.is_empty() {
-        let picked = choice.pick(Leg::Regular, Leg::Prefill, &prefills, entropy(), &mut trace.picks)?;
-        if let Some(claim) = choice.claim(Leg::Regular, &pool.prefills[prefills[picked]].worker) {
+    while !rest.is_empty() {
+        let picked = choice.pick(Leg::Regular, Leg::Prefill, &rest, standing, entropy(), &mut trace.picks)?;
+        if let Some(claim) = choice.claim(Leg::Regular, &pool.prefills[rest[picked]].worker) {
             return Ok(Selection::Regular(claim));
         }
-        prefills.remove(picked);
+        rest.remove(picked);
     }
     Err(SelectError::NoPrefillServers)
 }
 
+/// The usable workers of a leg by how willingly they are chosen: positions, ascending.
+#[derive(Debug, Default)]
+struct Usable {
+    fine: Indices,
+    paced: Indices,
+    overloaded: Indices,
+}
+
+impl Usable {
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn len(&self) -> usize {
+        self.fine.len() + self.paced.len() + self.overloaded.len()
+    }
+
+    /// Those that are chosen most willingly.
+    fn best(&self) -> (Indices, Standing) {
+        if !self.fine.is_empty() {
+            (self.fine.clone(), Standing::Fine)
+        } else if !self.paced.is_empty() {
+            (self.paced.clone(), Standing::Paced)
+        } else {
+            (self.overloaded.clone(), Standing::Overloaded)
+        }
+    }
+
+    /// Passes over prefill workers that run as many prefill phases as they may. Returns whether there were any.
+    fn keep_those_with_room(&mut self, pool: &ModelPool, exclusions: &mut Vec<Exclusion>) -> bool {
+        let before = self.len();
+        for indices in [&mut self.fine, &mut self.paced, &mut self.overloaded] {
+            indices.retain(|index| {
+                let worker = &pool.prefills[*index].worker;
+                let full = worker.is_full();
+                if full {
+                    exclusions.push(Exclusion { worker: worker.url.as_str().to_owned(), reason: "prefill_full" });
+                }
+                !full
+            });
+        }
+        self.len() < before
+    }
+
+    /// All of them, or all but the overloaded ones.
+    fn up_to(&self, standing: Standing) -> Indices {
+        let mut all = self.fine.clone();
+        all.extend_from_slice(&self.paced);
+        if standing == Standing::Overloaded {
+            all.extend_from_slice(&self.overloaded);
+        }
+        all.sort_unstable();
+        all
+    }
+}
+
 impl Choice<'_> {
+    /// Who can serve, and why others cannot. A further attempt leaves workers that asked for a pause in peace.
+    fn usable<'a>(
+        &self,
+        workers: impl Iterator<Item = &'a Arc<RoutedWorker>>,
+        exclusions: &mut Vec<Exclusion>,
+    ) -> Usable {
+        let mut usable = Usable::default();
+        for (index, worker) in workers.enumerate() {
+            let reason = match worker.standing(self.now_ms) {
+                Ok(Standing::Fine) => {
+                    usable.fine.push(index);
+                    continue;
+                }
+                Ok(Standing::Paced) if self.tried.is_empty() => {
+                    usable.paced.push(index);
+                    "retry_after"
+                }
+                Ok(Standing::Paced) => "retry_after",
+                Ok(Standing::Overloaded) => {
+                    usable.overloaded.push(index);
+                    "overloaded"
+                }
+                Err(reason) => reason,
+            };
+            exclusions.push(Exclusion { worker: worker.url.as_str().to_owned(), reason });
+        }
+        usable
+    }
+
+    /// The workers to choose among where one leg is enough. Overloaded ones only where they are not refused.
+    fn preferred(&self, usable: Usable) -> Result<(Indices, Standing), SelectError> {
+        let (indices, standing) = usable.best();
+        self.allow(standing)?;
+        Ok((indices, standing))
+    }
+
+    fn allow(&self, standing: Standing) -> Result<(), SelectError> {
+        if standing == Standing::Overloaded && self.pool.settings.overload.shed {
+            return Err(SelectError::Overloaded {
+                model: Arc::clone(&self.pool.model),
+                retry_after_secs: self.load_interval_secs,
+            });
+        }
+        Ok(())
+    }
+
     fn regular(
         &self,
-        available: &Indices,
+        usable: Usable,
         entropy: &mut impl FnMut() -> u64,
-        picks: &mut Vec<Picked>,
+        trace: &mut Trace,
     ) -> Result<Selection, SelectError> {
         let pool = self.pool;
+        if usable.is_empty() {
+            return Err(SelectError::Unavailable("regular"));
+        }
+        let (available, standing) = self.preferred(usable)?;
         let untried = |index: &usize| !self.tried.failed.contains(&pool.regulars[*index].id());
         let mut rest: Indices = available.iter().copied().filter(untried).collect();
         if rest.is_empty() {
-            rest = available.clone();
+            rest = available;
         }
         // A breaker may close its door between the check and the claim: then the next candidate is asked.
         while !rest.is_empty() {
-            let picked = self.pick(Leg::Regular, Leg::Regular, &rest, entropy(), picks)?;
+            let picked = self.pick(Leg::Regular, Leg::Regular, &rest, standing, entropy(), &mut trace.picks)?;
             if let Some(claim) = self.claim(Leg::Regular, &pool.regulars[rest[picked]]) {
                 return Ok(Selection::Regular(claim));
             }
@@ -237,10 +371,38 @@ impl Choice<'_> {
         Err(SelectError::Unavailable("regular"))
     }
 
+    /// Each leg chooses among its best workers. Only where none of these pair, the others are looked at too.
     fn pair(
         &self,
-        prefills: &Indices,
-        decodes: &Indices,
+        prefills: Usable,
+        decodes: Usable,
+        entropy: &mut impl FnMut() -> u64,
+        trace: &mut Trace,
+    ) -> Result<Selection, SelectError> {
+        let ((some_prefills, prefill), (some_decodes, decode)) = (prefills.best(), decodes.best());
+        self.allow(prefill.max(decode))?;
+        let first = self.pair_of((&some_prefills, prefill), (&some_decodes, decode), entropy, &mut trace.picks);
+        let all = (some_prefills.len(), some_decodes.len()) == (prefills.len(), decodes.len());
+        if all || !matches!(first, Err(SelectError::NoPartner)) {
+            return first;
+        }
+        for standing in [Standing::Paced, Standing::Overloaded] {
+            let (prefills, decodes) = (prefills.up_to(standing), decodes.up_to(standing));
+            if standing == Standing::Overloaded {
+                self.allow(standing)?;
+            }
+            let wider = self.pair_of((&prefills, standing), (&decodes, standing), entropy, &mut trace.picks);
+            if !matches!(wider, Err(SelectError::NoPartner)) {
+                return wider;
+            }
+        }
+        first
+    }
+
+    fn pair_of(
+        &self,
+        (prefills, prefill_standing): (&Indices, Standing),
+        (decodes, decode_standing): (&Indices, Standing),
         entropy: &mut impl FnMut() -> u64,
         picks: &mut Vec<Picked>,
     ) -> Result<Selection, SelectError> {
@@ -260,16 +422,17 @@ impl Choice<'_> {
             let mut candidates: Indices =
                 prefills.iter().copied().filter(|index| partners(*index).next().is_some()).collect();
             while !candidates.is_empty() {
-                let picked = match self.pick(Leg::Prefill, Leg::Prefill, &candidates, entropy(), picks) {
-                    Ok(picked) => picked,
-                    Err(declined) => {
-                        reason = declined;
-                        break;
-                    }
-                };
+                let picked =
+                    match self.pick(Leg::Prefill, Leg::Prefill, &candidates, prefill_standing, entropy(), picks) {
+                        Ok(picked) => picked,
+                        Err(declined) => {
+                            reason = declined;
+                            break;
+                        }
+                    };
                 let index = candidates.remove(picked);
                 let Some(prefill) = self.claim(Leg::Prefill, &pool.prefills[index].worker) else { continue };
-                match self.decode(partners(index).collect(), entropy, picks) {
+                match self.decode(partners(index).collect(), decode_standing, entropy, picks) {
                     Ok(Some(decode)) => return Ok(Selection::Pair { prefill, decode }),
                     Ok(None) => {}
                     Err(declined) => reason = declined,
@@ -283,11 +446,12 @@ impl Choice<'_> {
     fn decode(
         &self,
         mut rest: Indices,
+        standing: Standing,
         entropy: &mut impl FnMut() -> u64,
         picks: &mut Vec<Picked>,
     ) -> Result<Option<InFlight>, SelectError> {
         while !rest.is_empty() {
-            let picked = self.pick(Leg::Decode, Leg::Decode, &rest, entropy(), picks)?;
+            let picked = self.pick(Leg::Decode, Leg::Decode, &rest, standing, entropy(), picks)?;
             if let Some(claim) = self.claim(Leg::Decode, &self.pool.decodes[rest[picked]]) {
                 return Ok(Some(claim));
             }
@@ -298,7 +462,8 @@ impl Choice<'_> {
 
     /// Claims a worker that the policy of `leg` chose.
     fn claim(&self, leg: Leg, worker: &Arc<RoutedWorker>) -> Option<InFlight> {
-        let mut claim = worker.claim()?;
+        // A prefill worker that serves a route of one leg computes no prompt: its limit does not count.
+        let mut claim = if leg == Leg::Prefill { worker.claim_prefill()? } else { worker.claim()? };
         let policy = self.pool.policies.of(leg);
         if policy.reads_session() {
             let candidate = Candidate::new(worker.key(), worker.url.as_str(), worker.runtime.load());
@@ -307,12 +472,14 @@ impl Choice<'_> {
         Some(claim)
     }
 
-    /// Asks the policy of a leg for one of `rest`, which are places in the list of workers of `role`. Returns the place in `rest`.
+    /// Asks the policy of a leg for one of `rest`, which are places in the list of workers of `role`. Returns the place in `rest`. Among
+    /// overloaded workers no policy is asked: the least loaded one is taken.
     fn pick(
         &self,
         leg: Leg,
         role: Leg,
         rest: &Indices,
+        standing: Standing,
         entropy: u64,
         picks: &mut Vec<Picked>,
     ) -> Result<usize, SelectError> {
@@ -325,18 +492,38 @@ impl Choice<'_> {
                 Leg::Decode => &pool.decodes[*index],
             };
             Candidate::new(worker.key(), worker.url.as_str(), worker.runtime.load())
+                .with_report(worker.runtime.report.load(self.now_ms))
         };
         let candidates: SmallVec<[Candidate<'_>; 32]> = rest.iter().map(candidate).collect();
+        let leg = leg_name(role);
+        if standing == Standing::Overloaded {
+            let index = least_loaded(&candidates, entropy);
+            picks.push(Picked { leg, policy: policy.name(), branch: OVERLOAD_FALLBACK, match_ratio: None });
+            return index.ok_or(SelectError::Unavailable(leg));
+        }
         // A client names a worker of the leg. If that one is not among the candidates, no other will do.
         let place = |wanted: usize| rest.iter().position(|index| *index == wanted).unwrap_or(usize::MAX);
         let target = self.hints.target_worker().map(place);
         let request = self.hints.view(&pool.model, &**policy, self.now_ms).with_target_worker(target);
         let pick = policy.decide(&candidates, &request, entropy);
-        let leg = leg_name(role);
         picks.push(Picked { leg, policy: policy.name(), branch: pick.branch, match_ratio: pick.match_ratio });
         let declined = SelectError::Declined { policy: policy.name(), leg };
         pick.index.filter(|index| *index < rest.len()).ok_or(declined)
     }
+}
+
+/// The branch of a decision among overloaded workers.
+pub const OVERLOAD_FALLBACK: &str = "overload_fallback";
+
+/// The candidate with the fewest requests, in flight here or reported by its engine; any of those that tie.
+fn least_loaded(candidates: &[Candidate<'_>], entropy: u64) -> Option<usize> {
+    let load = |candidate: &Candidate<'_>| {
+        let reported = candidate.report.map_or(0, |report| report.running.saturating_add(report.waiting));
+        candidate.load.max(reported)
+    };
+    let least = candidates.iter().map(load).min()?;
+    let tied: Indices = (0..candidates.len()).filter(|index| load(&candidates[*index]) == least).collect();
+    tied.get((entropy % tied.len().max(1) as u64) as usize).copied()
 }
 
 /// The name of a leg in messages, records and labels.
@@ -355,17 +542,6 @@ fn both<'a>(one: &'a [usize], other: &'a [usize]) -> impl Iterator<Item = usize>
         while other.next_if(|next| next < wanted).is_some() {}
         other.peek() == Some(wanted)
     })
-}
-
-fn available<'a>(workers: impl Iterator<Item = &'a Arc<RoutedWorker>>, exclusions: &mut Vec<Exclusion>) -> Indices {
-    let mut indices = Indices::new();
-    for (index, worker) in workers.enumerate() {
-        match worker.unavailable() {
-            None => indices.push(index),
-            Some(reason) => exclusions.push(Exclusion { worker: worker.url.as_str().to_owned(), reason }),
-        }
-    }
-    indices
 }
 
 fn why_nothing(pool: &ModelPool, no_prefill: bool) -> SelectError {

@@ -8,6 +8,7 @@
 //! * [`pairing`]: which prefill can hand its KV cache to which decode;
 //! * [`matrix`]: the same, as operators ask it;
 //! * [`policy`]: policy documents and the settings that result from them;
+//! * [`protection`]: what documents say about overload and admission;
 //! * [`tuning`]: what documents say about how policies decide;
 //! * [`access`]: admin tokens, their roles, and how a secret is judged;
 //! * [`cluster`]: settings of the cluster as a whole;
@@ -22,6 +23,7 @@ pub mod matrix;
 mod object;
 pub mod pairing;
 pub mod policy;
+pub mod protection;
 pub mod snapshot;
 pub mod tuning;
 pub mod url;

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::Revision;
 use crate::pairing::PairingMode;
+use crate::protection::{self, Overload, OverloadPolicy, PrefillAdmission, PrefillAdmissionPolicy};
 use crate::tuning::{
     self, BucketTuning, CacheAwareTuning, LeastLoadTuning, ManualTuning, PowerOfTwoTuning, PrefixHashTuning, Tuning,
 };
@@ -76,6 +77,10 @@ pub struct RetryPolicy {
     pub jitter_factor: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disabled: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub budget_ratio: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub budget_min_per_sec: Option<u32>,
 }
 
 /// Circuit breaker settings of a document.
@@ -114,6 +119,8 @@ pub struct HealthPolicy {
     pub disabled: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drain_settle_secs: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drain_timeout_secs: Option<u64>,
 }
 
 /// Registration job settings of a document.
@@ -178,6 +185,15 @@ pub struct PolicyDocument {
     /// How `bucket` decides.
     #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
     pub bucket: Option<BucketTuning>,
+    /// When a worker is overloaded, and what follows.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub overload: Option<OverloadPolicy>,
+    /// How many requests a prefill worker computes at a time, and who waits.
+    #[serde(deserialize_with = "crate::object::optional", skip_serializing_if = "Option::is_none")]
+    pub prefill_admission: Option<PrefillAdmissionPolicy>,
+    /// Whether requests are routed to single data-parallel ranks. Fleet-wide: only the default document's is used.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dp_aware: Option<bool>,
 }
 
 named! {
@@ -263,6 +279,9 @@ impl PolicyDocument {
             if retry.jitter_factor.is_some_and(|value| !(0.0..=1.0).contains(&value)) {
                 return Err(PolicyError::Jitter);
             }
+            if retry.budget_ratio.is_some_and(|value| !(0.0..=1.0).contains(&value)) {
+                return Err(PolicyError::Range { field: "retry.budget_ratio", rule: "between 0 and 1" });
+            }
         }
         let mut at_least_one = Vec::new();
         if let Some(breaker) = &self.circuit_breaker {
@@ -291,6 +310,10 @@ impl PolicyDocument {
             at_least_one.push((registration.timeout_secs, "registration.timeout_secs"));
             at_least_one.push((registration.check_interval_secs, "registration.check_interval_secs"));
         }
+        if self.dp_aware.is_some() && !model.is_empty() {
+            return Err(PolicyError::FleetWide("dp_aware"));
+        }
+        protection::validate(self)?;
         match at_least_one.into_iter().find(|(value, _)| *value == Some(0)) {
             Some((_, name)) => Err(PolicyError::Threshold(name)),
             None => tuning::validate(self),
@@ -311,6 +334,10 @@ pub struct Retry {
     pub multiplier: f64,
     /// Share of the delay that varies, 0 to 1.
     pub jitter: f64,
+    /// Further attempts allowed for each request, as a share of the traffic; 0 to 1.
+    pub budget_ratio: f64,
+    /// Further attempts a second that are allowed however little traffic there is.
+    pub budget_min_per_sec: u32,
 }
 
 /// Circuit breaker settings in force.
@@ -343,7 +370,10 @@ pub struct Probe {
     pub success_threshold: u32,
     pub failure_threshold: u32,
     pub disabled: bool,
+    /// Shortest stay of a removed worker; 0 = it leaves at once, idle or not.
     pub drain_settle_secs: u64,
+    /// Longest stay of a removed worker that still runs requests.
+    pub drain_timeout_secs: u64,
 }
 
 /// Registration job settings in force.
@@ -369,6 +399,9 @@ pub struct Settings {
     pub breaker: Breaker,
     pub probe: Probe,
     pub registration: Registration,
+    pub overload: Overload,
+    pub prefill_admission: PrefillAdmission,
+    pub dp_aware: bool,
 }
 
 impl Settings {
@@ -414,6 +447,8 @@ impl Settings {
                 max_backoff_ms: retry(documents, |retry| retry.max_backoff_ms).unwrap_or(30_000),
                 multiplier: retry(documents, |retry| retry.backoff_multiplier).unwrap_or(1.5),
                 jitter: retry(documents, |retry| retry.jitter_factor).unwrap_or(0.2),
+                budget_ratio: retry(documents, |retry| retry.budget_ratio).unwrap_or(0.2),
+                budget_min_per_sec: retry(documents, |retry| retry.budget_min_per_sec).unwrap_or(10),
             },
             breaker: Breaker {
                 failure_threshold: (!breaker_disabled).then_some(failures),
@@ -429,12 +464,16 @@ impl Settings {
                 failure_threshold: health.failure_threshold.unwrap_or(3),
                 disabled: health.disabled.unwrap_or(false),
                 drain_settle_secs: health.drain_settle_secs.unwrap_or(5),
+                drain_timeout_secs: health.drain_timeout_secs.unwrap_or(1800),
             },
             registration: Registration {
                 timeout_secs: registration.timeout_secs.unwrap_or(1800),
                 check_interval_secs: registration.check_interval_secs.unwrap_or(30),
                 delay_secs: registration.delay_secs.unwrap_or(0),
             },
+            overload: Overload::resolve(model, default),
+            prefill_admission: PrefillAdmission::resolve(model, default),
+            dp_aware: default.and_then(|document| document.dp_aware).unwrap_or(false),
         }
     }
 }
@@ -450,6 +489,7 @@ impl Probe {
             failure_threshold: health.failure_threshold.unwrap_or(self.failure_threshold),
             disabled: health.disable_health_check.unwrap_or(self.disabled),
             drain_settle_secs: health.drain_settle_secs.unwrap_or(self.drain_settle_secs),
+            drain_timeout_secs: self.drain_timeout_secs,
         }
     }
 }

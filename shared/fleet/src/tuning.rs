@@ -58,12 +58,14 @@ macro_rules! block {
 
         impl $name {
             /// Field by field what this block says, else what the other one says.
-            fn or(self, other: Self) -> Self {
+            pub(crate) fn or(self, other: Self) -> Self {
                 Self { $($field: self.$field.or(other.$field),)+ }
             }
         }
     };
 }
+
+pub(crate) use block;
 
 block! {
     /// Of `power_of_two`.

@@ -55,6 +55,8 @@ pub enum SpecError {
     ModelId,
     #[error("{0} must be at least 1")]
     Threshold(&'static str),
+    #[error("overload needs waiting_requests of at least 1 or token_usage above 0 and at most 1")]
+    Overload,
     #[error("the worker is larger than {MAX_WORKER_BYTES} bytes")]
     TooLarge,
 }
@@ -94,6 +96,9 @@ pub fn worker_spec(spec: &mut WorkerSpec) -> Result<WorkerUrl, SpecError> {
         *field = field.take().or(labelled).filter(|value| !value.is_empty());
     }
     spec.extra.retain(|name, value| KEPT_FIELDS.contains(&name.as_str()) && !value.is_null());
+    if !spec.extra.get("overload").is_none_or(crate::protection::is_valid_block) {
+        return Err(SpecError::Overload);
+    }
     if crate::wire::spec_bytes(spec) > MAX_WORKER_BYTES {
         return Err(SpecError::TooLarge);
     }

@@ -337,6 +337,8 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
             backoff_multiplier: retry.backoff_multiplier,
             jitter_factor: retry.jitter_factor,
             disabled: retry.disabled,
+            budget_ratio: retry.budget_ratio,
+            budget_min_per_sec: retry.budget_min_per_sec,
         }),
         circuit_breaker: document.circuit_breaker.as_ref().map(|breaker| pb::BreakerPolicy {
             failure_threshold: breaker.failure_threshold,
@@ -353,6 +355,7 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
             failure_threshold: health.failure_threshold,
             disabled: health.disabled,
             drain_settle_secs: health.drain_settle_secs,
+            drain_timeout_secs: health.drain_timeout_secs,
         }),
         registration: document.registration.as_ref().map(|registration| pb::RegistrationPolicy {
             timeout_secs: registration.timeout_secs,
@@ -365,6 +368,9 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
         prefix_hash: document.prefix_hash.as_ref().map(tuning::prefix_hash_to_pb),
         manual: document.manual.as_ref().map(tuning::manual_to_pb),
         bucket: document.bucket.as_ref().map(tuning::bucket_to_pb),
+        overload: document.overload.as_ref().map(tuning::overload_to_pb),
+        prefill_admission: document.prefill_admission.as_ref().map(tuning::prefill_admission_to_pb),
+        dp_aware: document.dp_aware,
     }
 }
 
@@ -400,6 +406,8 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
             backoff_multiplier: retry.backoff_multiplier,
             jitter_factor: retry.jitter_factor,
             disabled: retry.disabled,
+            budget_ratio: retry.budget_ratio,
+            budget_min_per_sec: retry.budget_min_per_sec,
         }),
         circuit_breaker: document.circuit_breaker.map(|breaker| BreakerPolicy {
             failure_threshold: breaker.failure_threshold,
@@ -416,6 +424,7 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
             failure_threshold: health.failure_threshold,
             disabled: health.disabled,
             drain_settle_secs: health.drain_settle_secs,
+            drain_timeout_secs: health.drain_timeout_secs,
         }),
         registration: document.registration.map(|registration| RegistrationPolicy {
             timeout_secs: registration.timeout_secs,
@@ -428,6 +437,9 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
         prefix_hash: document.prefix_hash.map(tuning::prefix_hash_from_pb),
         manual: document.manual.map(tuning::manual_from_pb).transpose()?,
         bucket: document.bucket.map(tuning::bucket_from_pb),
+        overload: document.overload.map(tuning::overload_from_pb),
+        prefill_admission: document.prefill_admission.map(tuning::prefill_admission_from_pb),
+        dp_aware: document.dp_aware,
     })
 }
 

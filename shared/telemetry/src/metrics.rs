@@ -7,8 +7,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use prometheus::core::{Collector, MetricVec, MetricVecBuilder};
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    TextEncoder,
+    Encoder, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder,
 };
 
 /// Buckets of durations, in seconds, unless the process is told others.
@@ -58,6 +58,9 @@ macro_rules! metrics {
     (@build IntGaugeVec, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
         IntGaugeVec::new(Opts::new($name, $help), &[$($label),+])?
     };
+    (@build GaugeVec, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
+        GaugeVec::new(Opts::new($name, $help), &[$($label),+])?
+    };
     (@build HistogramVec, $name:literal, $help:literal, [$($label:literal),+], [$buckets:ident], $d:ident) => {
         HistogramVec::new(HistogramOpts::new($name, $help).buckets(metrics!(@bounds $buckets $d).to_vec()), &[$($label),+])?
     };
@@ -95,6 +98,10 @@ metrics! {
     pd_rendezvous_failures: IntCounterVec("smg_pd_rendezvous_failures_total", "Bootstrap ports that did not answer.", ["leg", "phase"]);
     pd_admission_waits: IntCounter("smg_pd_admission_waits_total", "Dispatches admitted after waiting for a decode slot (gRPC).");
     pd_admission_sheds: IntCounter("smg_pd_admission_sheds_total", "Dispatches shed at the decode admission window (gRPC).");
+    pd_prefill_admission_inflight: IntGaugeVec("smg_pd_prefill_admission_inflight", "Requests in the prefill phase, for prefill workers with a limit.", ["worker"]);
+    pd_prefill_admission_queued: IntGauge("smg_pd_prefill_admission_queued", "Requests that wait for a prefill worker.");
+    pd_prefill_admission_wait: Histogram("smg_pd_prefill_admission_wait_seconds", "Time that requests waited for a prefill worker.", buckets = durations);
+    pd_prefill_admission_rejections: IntCounterVec("smg_pd_prefill_admission_rejections_total", "Requests that waited for a prefill worker in vain, or were not let into the queue.", ["reason"]);
     worker_pool_size: IntGaugeVec("smg_worker_pool_size", "Registered workers.", ["worker_type", "connection_mode", "model"]);
     worker_requests_active: IntGaugeVec("smg_worker_requests_active", "In-flight requests of this gateway per worker.", ["worker"]);
     worker_health: IntGaugeVec("smg_worker_health", "1 = healthy, 0 = not.", ["worker"]);
@@ -111,9 +118,25 @@ metrics! {
     worker_cb_health_readmissions: IntCounterVec("smg_worker_cb_health_readmissions_total", "Open circuits that were half-opened because the worker's health returned.", ["worker"]);
     worker_retries: IntCounterVec("smg_worker_retries_total", "Further attempts.", ["worker_type", "endpoint"]);
     worker_retries_exhausted: IntCounterVec("smg_worker_retries_exhausted_total", "Requests that failed on their last attempt.", ["worker_type", "endpoint"]);
+    worker_retries_refused: IntCounterVec("smg_worker_retries_refused_total", "Further attempts that the retry budget did not allow.", ["worker_type", "endpoint"]);
     worker_retry_backoff: HistogramVec("smg_worker_retry_backoff_seconds", "Delays before further attempts.", ["attempt"], buckets = backoffs);
+    worker_paced: IntCounterVec("smg_worker_paced_total", "Answers by which a worker asked for a pause (429 or 503 with Retry-After).", ["worker"]);
+    workers_overloaded: IntGaugeVec("smg_workers_overloaded", "Workers that overload protection passes over, as of their last load report.", ["model"]);
+    worker_overload_shed: IntCounterVec("smg_worker_overload_shed_total", "Requests refused because every worker that could serve them was overloaded.", ["stage"]);
+    worker_overload_fallback: IntCounterVec("smg_worker_overload_fallback_total", "Requests sent to the least loaded of overloaded workers.", ["stage"]);
+    worker_restarts: IntCounterVec("smg_worker_restarts_total", "Engines that were started anew behind a registered worker, as active probes saw it.", ["worker_type"]);
     worker_stalled: IntGaugeVec("smg_worker_stalled", "1 = this gateway ejected the worker.", ["worker", "reason"]);
     worker_stall_transitions: IntCounterVec("smg_worker_stall_transitions_total", "Ejections by this gateway.", ["worker", "reason"]);
+    engine_running_requests: GaugeVec("smg_engine_running_requests", "Running requests, as the engine reports them.", ["worker", "model", "dp_rank"]);
+    engine_waiting_requests: GaugeVec("smg_engine_waiting_requests", "Waiting requests, as the engine reports them.", ["worker", "model", "dp_rank"]);
+    engine_token_usage: GaugeVec("smg_engine_token_usage", "Share of the KV cache in use, 0 to 1, as the engine reports it.", ["worker", "model", "dp_rank"]);
+    engine_gen_throughput: GaugeVec("smg_engine_gen_throughput", "Tokens per second, as the engine reports them.", ["worker", "model", "dp_rank"]);
+    engine_cache_hit_rate: GaugeVec("smg_engine_cache_hit_rate", "Hit rate of the prefix cache, 0 to 1, as the engine reports it.", ["worker", "model", "dp_rank"]);
+    engine_pd_kv_transfer_latency: GaugeVec("smg_engine_pd_kv_transfer_latency_ms", "Latency of KV transfers in milliseconds, as the engine reports it.", ["worker", "role", "dp_rank"]);
+    engine_pd_kv_transfer_speed: GaugeVec("smg_engine_pd_kv_transfer_speed_gb_s", "Speed of KV transfers in gigabytes per second, as the engine reports it.", ["worker", "role", "dp_rank"]);
+    engine_pd_prefill_queue: GaugeVec("smg_engine_pd_prefill_queue_reqs", "Requests in the prefill queues of a disaggregated engine, as it reports them.", ["worker", "role", "dp_rank"]);
+    engine_pd_decode_queue: GaugeVec("smg_engine_pd_decode_queue_reqs", "Requests in the decode queues of a disaggregated engine, as it reports them.", ["worker", "role", "dp_rank"]);
+    engine_load_polls: IntCounterVec("smg_engine_load_polls_total", "Polls of engines for their load: answered by loads or metrics, failed, or absent where an engine reports none.", ["worker", "mode"]);
     manual_policy_branch: IntCounterVec("smg_manual_policy_branch_total", "Decisions of the manual policy by the rule that made them.", ["branch"]);
     consistent_hashing_policy_branch: IntCounterVec("smg_consistent_hashing_policy_branch_total", "Decisions of the consistent_hashing policy by the rule that made them.", ["branch"]);
     prefix_hash_policy_branch: IntCounterVec("smg_prefix_hash_policy_branch_total", "Decisions of the prefix_hash policy by the rule that made them.", ["branch"]);
@@ -166,6 +189,9 @@ impl Metrics {
         forget(&self.worker_cb_transitions, urls);
         forget(&self.worker_cb_outcomes, urls);
         forget(&self.worker_cb_health_readmissions, urls);
+        forget(&self.worker_paced, urls);
+        forget(&self.pd_prefill_admission_inflight, urls);
+        forget(&self.engine_load_polls, urls);
         forget(&self.worker_stalled, urls);
         forget(&self.worker_stall_transitions, urls);
     }

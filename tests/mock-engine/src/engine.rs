@@ -108,6 +108,8 @@ pub(crate) struct Ports {
 /// What a restart replaces.
 struct Incarnation {
     engine_id: Arc<str>,
+    /// When its process was started, in seconds since 1970.
+    started: f64,
     ledger: Arc<Ledger>,
 }
 
@@ -147,7 +149,17 @@ pub(crate) struct Core {
     connections_seen: AtomicU64,
 }
 
+/// Seconds since 1970.
+fn now() -> f64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
 impl Core {
+    /// When the process was started, in seconds since 1970.
+    pub(crate) fn started(&self) -> f64 {
+        self.incarnation.lock().started
+    }
+
     pub(crate) fn ports(&self) -> Ports {
         *self.ports.lock()
     }
@@ -338,6 +350,7 @@ impl MockEngine {
             ports: Mutex::new(ports),
             incarnation: Mutex::new(Incarnation {
                 engine_id: engine_id.unwrap_or_else(new_engine_id).into(),
+                started: now(),
                 ledger: Arc::new(Ledger::new(settings.patience)),
             }),
             life: Mutex::new(Life::new()),
@@ -502,10 +515,15 @@ impl MockEngine {
     /// Stops and starts as a new process would: same ports, new engine id, no KV.
     pub async fn restart(&self) -> io::Result<()> {
         self.stop().await;
-        *self.core.incarnation.lock() = Incarnation {
-            engine_id: new_engine_id().into(),
-            ledger: Arc::new(Ledger::new(self.core.settings.patience)),
-        };
+        {
+            let mut incarnation = self.core.incarnation.lock();
+            *incarnation = Incarnation {
+                engine_id: new_engine_id().into(),
+                // However fast a test is: no real engine starts within two seconds.
+                started: now().max(incarnation.started + 2.0),
+                ledger: Arc::new(Ledger::new(self.core.settings.patience)),
+            };
+        }
         self.core.listen().await
     }
 }

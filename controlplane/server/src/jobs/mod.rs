@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::crew::Crew;
 use crate::probe::client::ProbeClient;
+use crate::sync::gateways::Gateways;
 use crate::writer::{Write, Writer};
 
 mod discover;
@@ -31,6 +32,11 @@ mod task;
 mod tests;
 
 pub use discover::Budget;
+
+/// Everything that can be learned of an engine, within `budget`.
+pub(crate) async fn facts(client: &ProbeClient, spec: &smg_fleet::WorkerSpec, budget: Budget) -> smg_fleet::Facts {
+    discover::Engine { client, spec, budget }.facts().await
+}
 
 /// How patient jobs are; how long registration may take and how often it probes are the fleet's settings.
 #[derive(Debug, Clone, Copy)]
@@ -47,6 +53,8 @@ pub struct Timing {
     pub sweep_every: Duration,
     /// Connect timeout of the bootstrap check.
     pub bootstrap: Duration,
+    /// How often a removal looks whether gateways have drained.
+    pub drain_look: Duration,
     /// Discovery.
     pub discovery: Budget,
     /// One second of the settings lasts this long. Tests shorten it.
@@ -62,6 +70,7 @@ impl Default for Timing {
             failed_for: Duration::from_secs(300),
             sweep_every: Duration::from_secs(60),
             bootstrap: Duration::from_secs(2),
+            drain_look: Duration::from_millis(100),
             discovery: Budget::default(),
             second: Duration::from_secs(1),
         }
@@ -78,15 +87,22 @@ struct Shared {
     writer: Writer,
     client: ProbeClient,
     metrics: Arc<Metrics>,
+    gateways: Arc<Gateways>,
     timing: Timing,
     slots: Semaphore,
 }
 
 impl Runner {
-    /// A runner that commits through `writer`.
-    pub fn new(writer: Writer, client: ProbeClient, metrics: Arc<Metrics>, timing: Timing) -> Self {
+    /// A runner that commits through `writer` and asks `gateways` what they still run.
+    pub fn new(
+        writer: Writer,
+        client: ProbeClient,
+        metrics: Arc<Metrics>,
+        gateways: Arc<Gateways>,
+        timing: Timing,
+    ) -> Self {
         let slots = Semaphore::new(timing.concurrency);
-        Self { shared: Arc::new(Shared { writer, client, metrics, timing, slots }) }
+        Self { shared: Arc::new(Shared { writer, client, metrics, gateways, timing, slots }) }
     }
 
     /// Runs jobs until the term ends.

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use smg_fleet::info::runs_undeclared_passthrough;
 use smg_fleet::policy::Probe;
-use smg_fleet::{Facts, Health, Job, JobKind, JobStatus, Origin, Settings, Worker, WorkerId, WorkerSpec, WorkerUrl};
+use smg_fleet::{
+    Facts, Health, Job, JobKind, JobStatus, Origin, Revision, Settings, Worker, WorkerId, WorkerSpec, WorkerUrl,
+};
 use smg_state::Command;
 use smg_store::StoreError;
 use tokio::net::TcpStream;
@@ -51,7 +53,7 @@ impl Shared {
     /// What a job takes: time for a removal, facts for the others.
     async fn work(&self, worker: &Worker, job: &Job) -> Result<Option<Box<Facts>>, String> {
         if job.kind == JobKind::RemoveWorker {
-            self.settle(worker).await;
+            self.settle(worker, job.number).await;
             return Ok(None);
         }
         let spec = job.proposed.as_deref().unwrap_or(&worker.spec);
@@ -85,11 +87,23 @@ impl Shared {
         self.timing.second.saturating_mul(u32::try_from(seconds).unwrap_or(u32::MAX))
     }
 
-    /// Gives requests in flight their time. A worker that gets no traffic leaves at once.
-    async fn settle(&self, worker: &Worker) {
-        if worker.health == Health::Ready {
-            let probe = self.settings().probe.for_worker(&worker.spec.health);
-            sleep(self.secs(probe.drain_settle_secs)).await;
+    /// Gives requests in flight their time: at least the settle time, then until every gateway says that it runs nothing there any more,
+    /// at most until the deadline. A worker that gets no traffic leaves at once, and so does every worker where the settle time is 0.
+    async fn settle(&self, worker: &Worker, revision: Revision) {
+        let probe = self.settings().probe.for_worker(&worker.spec.health);
+        if worker.health != Health::Ready || probe.drain_settle_secs == 0 {
+            return;
+        }
+        let begun = Instant::now();
+        sleep(self.secs(probe.drain_settle_secs)).await;
+        let deadline = begun + self.secs(probe.drain_timeout_secs);
+        while !self.gateways.have_drained(worker.id, revision) {
+            if Instant::now() >= deadline {
+                let limit = probe.drain_timeout_secs;
+                tracing::warn!(target: "smg", worker = worker.spec.url, limit, "a removed worker still runs requests and is forgotten");
+                return;
+            }
+            sleep(self.timing.drain_look).await;
         }
     }
 

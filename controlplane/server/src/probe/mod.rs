@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use smg_fleet::policy::Probe;
-use smg_fleet::{Health, Intent, Secret, Settings, Worker, WorkerId, WorkerType};
+use smg_fleet::{Facts, Health, Intent, Secret, Settings, Worker, WorkerId, WorkerType};
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
 use tokio::sync::Semaphore;
@@ -17,15 +17,18 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use crate::crew::Crew;
+use crate::jobs;
 use crate::writer::{Write, Writer};
 
 pub mod client;
 pub mod judge;
+pub mod restart;
 #[cfg(test)]
 mod tests;
 
 use client::ProbeClient;
 use judge::{Judge, PanicRule};
+use restart::{Attempts, Restarts};
 
 /// How patient the prober is; intervals and thresholds are the fleet's settings.
 #[derive(Debug, Clone, Copy)]
@@ -38,6 +41,8 @@ pub struct Timing {
     pub unready_interval: Duration,
     /// One second of the settings lasts this long. Tests shorten it.
     pub second: Duration,
+    /// Asking an engine anew what it is.
+    pub discovery: jobs::Budget,
 }
 
 impl Default for Timing {
@@ -47,6 +52,7 @@ impl Default for Timing {
             spread: Duration::from_secs(5),
             unready_interval: Duration::from_secs(5),
             second: Duration::from_secs(1),
+            discovery: jobs::Budget::default(),
         }
     }
 }
@@ -133,23 +139,44 @@ impl Shared {
     async fn watch(self: Arc<Self>, id: WorkerId, target: Target) {
         let interval = self.secs(target.probe.check_interval_secs);
         sleep(interval.min(self.timing.spread).mul_f64(rand::random())).await;
-        let mut judge = Judge::default();
+        let (mut judge, mut restarts, mut attempts) = (Judge::default(), Restarts::default(), Attempts::default());
         loop {
             let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
             let verdict = if target.probe.disabled {
                 (worker.health != Health::Ready).then_some(Health::Ready)
             } else {
                 let succeeded = self.probe(&target).await;
+                if succeeded && restarts.observe(self.start_time(&target).await) {
+                    self.note_restart(&worker);
+                    attempts = Attempts::after_restart();
+                }
                 judge.observe(worker.health, succeeded, &target.probe)
             };
+            // What the engine said of itself may be wrong by now: it is asked before it gets traffic (again).
+            let returns = verdict == Some(Health::Ready) && !target.probe.disabled;
+            let facts = if returns || attempts.are_due() { self.ask(&worker, &mut attempts).await } else { None };
+            if returns && facts.is_none() && !attempts.are_over() {
+                sleep(interval.min(self.timing.unready_interval)).await;
+                continue;
+            }
             let mut health = worker.health;
-            if let Some(verdict) = verdict
+            if let Some(facts) = facts {
+                let command = Command::RefreshFacts { id, facts: Box::new(facts), health: verdict.unwrap_or(health) };
+                match self.writer.write(Write::of("prober", command)).await {
+                    Ok(_) => health = verdict.unwrap_or(health),
+                    Err(error) => {
+                        tracing::warn!(target: "smg", worker = target.url, %error, "new facts of a worker were not committed");
+                    }
+                }
+                attempts = Attempts::default();
+            } else if let Some(verdict) = verdict
                 && self.may_commit(id, worker.health, verdict, interval)
             {
                 let command = Command::SetHealth { id, health: verdict };
                 match self.writer.write(Write::of("prober", command)).await {
                     Ok(_) => {
                         health = verdict;
+                        attempts = Attempts::default();
                         tracing::info!(target: "smg", worker = target.url, from = %worker.health, to = %verdict, "worker health changed");
                     }
                     Err(error) => {
@@ -176,6 +203,35 @@ impl Shared {
         let result = if succeeded { "success" } else { "failure" };
         self.metrics.worker_health_checks.with_label_values(&[target.worker_type.as_str(), result]).inc();
         succeeded
+    }
+
+    /// When the engine's process was started, by its own metrics; not every engine says so.
+    async fn start_time(&self, target: &Target) -> Option<f64> {
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        let url = format!("{}/metrics", target.url);
+        let answer = self.client.get(&url, target.key.as_deref(), self.secs(target.probe.timeout_secs)).await.ok()?;
+        answer.status.is_success().then(|| restart::start_time(&answer.body)).flatten()
+    }
+
+    fn note_restart(&self, worker: &Worker) {
+        self.metrics.worker_restarts.with_label_values(&[worker.spec.worker_type.as_str()]).inc();
+        tracing::warn!(
+            target: "smg", worker = worker.spec.url, id = %worker.id, kv_engine_id = worker.spec.kv_engine_id,
+            "the engine was started anew and is asked again what it is; a kv_engine_id given at registration is kept: \
+             register the worker anew if the engine now has another one"
+        );
+    }
+
+    /// What an engine says of itself; `None` when it says less than it should.
+    async fn ask(&self, worker: &Worker, attempts: &mut Attempts) -> Option<Facts> {
+        attempts.note();
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        let facts = jobs::facts(&self.client, &worker.spec, self.timing.discovery).await;
+        let known = worker.facts.as_ref().is_some_and(|facts| !facts.labels.is_empty() || !facts.models.is_empty());
+        let says_nothing = facts.labels.is_empty() && facts.models.is_empty();
+        (!(known && says_nothing)).then_some(facts)
     }
 
     /// Whether the panic rule lets the verdict through.

@@ -1,10 +1,10 @@
 //! The gateways that are, or lately were, connected to this node. In memory only: a gateway reconnects and is known again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use smg_fleet::Revision;
+use smg_fleet::{Revision, WorkerId};
 use smg_telemetry::Metrics;
 use std::sync::Arc;
 
@@ -45,8 +45,29 @@ pub struct GatewayRecord {
     pub in_flight_requests: u64,
     /// What it refused last, until it acknowledges something newer.
     pub nack: Option<Refusal>,
+    /// What it says of draining workers.
+    #[serde(skip)]
+    pub drains: Drains,
     #[serde(skip)]
     session: u64,
+}
+
+/// What a gateway says of draining workers.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Drains {
+    /// The revision it spoke of.
+    pub as_of: Revision,
+    /// On these it still runs requests.
+    pub busy: BTreeSet<WorkerId>,
+    /// On others too, which it did not name.
+    pub more: bool,
+}
+
+impl Drains {
+    /// Whether the gateway is known to run nothing on a worker that drains since `revision`.
+    fn is_done(&self, worker: WorkerId, revision: Revision) -> bool {
+        self.as_of >= revision && !self.more && !self.busy.contains(&worker)
+    }
 }
 
 /// The registry.
@@ -82,6 +103,13 @@ impl Gateways {
         self.inner.lock().records.values().cloned().collect()
     }
 
+    /// Whether no gateway that is connected to this node runs anything on a worker that drains since `revision`. A gateway that has not
+    /// said so yet does.
+    pub fn have_drained(&self, worker: WorkerId, revision: Revision) -> bool {
+        let inner = self.inner.lock();
+        inner.records.values().filter(|record| record.connected).all(|record| record.drains.is_done(worker, revision))
+    }
+
     /// How many are connected.
     pub fn connected(&self) -> usize {
         self.inner.lock().records.values().filter(|record| record.connected).count()
@@ -110,6 +138,7 @@ impl Gateways {
             acked_revision: have_revision,
             in_flight_requests: 0,
             nack: None,
+            drains: Drains::default(),
             session,
         };
         inner.records.insert(key.clone(), record);
@@ -167,6 +196,30 @@ mod tests {
         assert_eq!(gateways.list()[0].acked_revision, 5);
         drop(new);
         assert_eq!((gateways.connected(), gateways.list().len()), (0, 1));
+    }
+
+    #[test]
+    fn a_worker_has_drained_once_every_connected_gateway_has_said_so_of_the_revision_that_drains_it() {
+        let gateways = Arc::new(Gateways::new(Arc::new(Metrics::default())));
+        let worker = WorkerId(uuid::Uuid::from_u128(7));
+        assert!(gateways.have_drained(worker, 5), "nobody is connected");
+        let (one, other) = (gateways.join("a", "p", "1", 5), gateways.join("b", "p", "1", 5));
+        let say = |member: &Membership, as_of, busy: &[WorkerId], more| {
+            member.heard(|record| record.drains = Drains { as_of, busy: busy.iter().copied().collect(), more });
+        };
+        assert!(!gateways.have_drained(worker, 5), "neither has spoken");
+        say(&one, 5, &[], false);
+        say(&other, 4, &[], false);
+        assert!(!gateways.have_drained(worker, 5), "one spoke of the time before");
+        say(&other, 6, &[worker], false);
+        assert!(!gateways.have_drained(worker, 5));
+        say(&other, 6, &[], true);
+        assert!(!gateways.have_drained(worker, 5), "there were more than it could name");
+        say(&other, 6, &[], false);
+        assert!(gateways.have_drained(worker, 5));
+        say(&one, 6, &[worker], false);
+        drop(one);
+        assert!(gateways.have_drained(worker, 5), "whoever left is not waited for");
     }
 
     #[test]

@@ -14,6 +14,7 @@ use std::time::Duration;
 use axum::Router;
 use futures::Stream;
 use smg_fleet::Revision;
+use smg_fleet::wire::worker_id;
 use smg_services::sync::sync_server::{Sync, SyncServer};
 use smg_services::sync::{Down, GoAway, Hello, ServerHeartbeat, Up, down, up};
 use smg_store::ClusterStore;
@@ -32,7 +33,7 @@ pub mod session;
 mod tests;
 
 use feed::Feed;
-use gateways::{Gateways, Membership, Refusal};
+use gateways::{Drains, Gateways, Membership, Refusal};
 use session::{Pauses, Session, Step, down};
 
 /// Largest message accepted from a gateway, in bytes.
@@ -41,6 +42,8 @@ const MAX_UP_BYTES: usize = 64 * 1024;
 const MAX_NAME_BYTES: usize = 256;
 /// Longest remembered reason of a refusal, in characters.
 const MAX_REASON_CHARS: usize = 1_024;
+/// Most draining workers in one report of a gateway.
+const MAX_BUSY: usize = 1_000;
 /// Messages between the session and the transport.
 const CHANNEL: usize = 4;
 
@@ -268,7 +271,16 @@ impl Subscription {
                 });
             }
             up::Message::Heartbeat(heartbeat) => {
-                member.heard(|record| record.in_flight_requests = heartbeat.in_flight_requests);
+                let busy = heartbeat.busy_draining.iter().filter_map(|id| worker_id(id).ok());
+                let drains = Drains {
+                    as_of: heartbeat.acked_revision,
+                    busy: busy.take(MAX_BUSY).collect(),
+                    more: heartbeat.more_busy_draining || heartbeat.busy_draining.len() > MAX_BUSY,
+                };
+                member.heard(|record| {
+                    record.in_flight_requests = heartbeat.in_flight_requests;
+                    record.drains = drains;
+                });
             }
         }
         Ok(())

@@ -272,7 +272,7 @@ async fn who_is_silent_or_does_not_follow_the_protocol_is_cut() {
     });
     write(&plane, "a").await;
     let channel = channel(&plane).await;
-    let heartbeat = || up::Message::Heartbeat(Heartbeat { acked_revision: 0, in_flight_requests: 3 });
+    let heartbeat = || up::Message::Heartbeat(Heartbeat { in_flight_requests: 3, ..Default::default() });
 
     assert_eq!(Gateway::open(&channel).await.end().await, Code::DeadlineExceeded, "no hello");
     let mut rude = Gateway::open(&channel).await;

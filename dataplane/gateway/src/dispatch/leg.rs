@@ -5,11 +5,13 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use smg_engines::{Route, SplicedBody};
+use smg_telemetry::ROUTERS;
 use tokio::time::Instant;
 
 use crate::connections::{Answer, ExchangeError};
@@ -17,10 +19,11 @@ use crate::core::Core;
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::relay::describe;
 use crate::resilience::breaker::Verdict;
-use crate::resilience::ejection;
+use crate::resilience::{ejection, pace, stale};
 
 /// The body of a request to a worker. Nearly all are spliced ones: boxing them would cost each request an allocation.
 #[allow(clippy::large_enum_variant)]
+#[derive(Clone)]
 pub enum LegBody {
     /// Nothing.
     Empty,
@@ -81,7 +84,7 @@ impl LegError {
 /// Sends a leg and waits for the head of its response, at most until `deadline`.
 ///
 /// A transport failure is charged to the worker here; what a status means is the dispatcher's business. Dropping the future closes the
-/// connection, which is how engines learn that nobody waits any more.
+/// connection, which is how engines learn that nobody waits any more. A leg that met a stale connection is sent again once.
 ///
 /// # Errors
 /// When there is no head.
@@ -89,17 +92,31 @@ pub async fn send(
     core: &Arc<Core>,
     claim: &mut InFlight,
     route: Route,
-    mut headers: HeaderMap,
+    headers: impl Fn() -> HeaderMap,
     body: LegBody,
     deadline: Instant,
 ) -> Result<Response<Answer>, LegError> {
     let worker = Arc::clone(claim.worker());
-    let mut request = Request::new(body);
-    *request.method_mut() = http::Method::POST;
-    *request.uri_mut() = worker.target(route);
-    headers.insert(header::HOST, worker.host.clone());
-    *request.headers_mut() = headers;
-    let exchange = core.connections.exchange(worker.runtime.connections(), &worker.address, request);
+    let make = |body: LegBody| {
+        let mut request = Request::new(body);
+        *request.method_mut() = http::Method::POST;
+        *request.uri_mut() = worker.target(route);
+        *request.headers_mut() = headers();
+        request.headers_mut().insert(header::HOST, worker.host.clone());
+        request
+    };
+    let (pool, address) = (worker.runtime.connections(), &worker.address);
+    let exchange = async {
+        let begun = Instant::now();
+        match core.connections.exchange(pool, address, make(body.clone())).await {
+            Err(ExchangeError::Stale(error)) if begun.elapsed() < stale::SOON => {
+                core.metrics.router_upstream_send_retries.with_label_values(&["http"]).inc();
+                tracing::debug!(target: ROUTERS, worker = %worker.url, %error, "the engine had closed the connection: the leg is sent again");
+                core.connections.exchange_anew(pool, address, make(body)).await
+            }
+            answer => answer,
+        }
+    };
     // In a box: what runs around it would carry its room for both legs to the end of the request.
     let answer = tokio::time::timeout_at(deadline, Box::pin(exchange)).await;
     let error = match answer {
@@ -109,6 +126,9 @@ pub async fn send(
         }
         Ok(Ok(response)) => {
             let status = response.status();
+            if let Some(pause) = pace::asked_for(status, response.headers(), SystemTime::now()) {
+                worker.runtime.pace(pause);
+            }
             claim.judge_status(status);
             note_response(core, &worker, status);
             return Ok(response);

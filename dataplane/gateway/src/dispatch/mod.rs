@@ -24,6 +24,7 @@ pub mod scope;
 mod sequential;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Body;
 use http::{HeaderMap, Response, StatusCode};
@@ -50,6 +51,9 @@ use crate::select::{self, Choice, SelectError, Selection, Tried};
 use crate::trace::{self, LegSpans, RequestTrace};
 use leg::LegBody;
 use scope::{Backend, Scope};
+
+/// Bytes of a body that stand for one token: what a request adds to a worker's load until its engine reports again.
+const CHARS_PER_TOKEN: u64 = 4;
 
 /// A request that has been read.
 pub struct Inbound {
@@ -105,7 +109,7 @@ impl Job<'_> {
     /// Sends a leg and waits for a 2xx head: an error status fails the attempt as a missing head does.
     async fn send(&self, claim: &mut InFlight, body: LegBody, codes: LegCodes) -> Result<Response<Answer>, Failed> {
         let worker = Arc::clone(claim.worker());
-        let headers = self.headers(&worker);
+        let headers = || self.headers(&worker);
         let head = leg::send(self.core, claim, self.request.route, headers, body, self.deadline)
             .await
             .map_err(|error| Failed::gateway(GatewayError::Leg { code: codes.transport, error }, Some(worker.id())))?;
@@ -282,10 +286,16 @@ async fn run_attempts(
         &decision,
         if only_regular { Backend::Regular } else { Backend::PrefillDecode },
     ));
+    pool.budget.earn();
     let mut tried = Tried::default();
     let mut last: Option<Failed> = None;
     for attempt in 0..attempts {
         if attempt > 0 {
+            if !pool.budget.spend(core.clock.now_ms(), &pool.settings.retry) {
+                let endpoint = request.route.endpoint_label();
+                core.metrics.worker_retries_refused.with_label_values(&[worker_type(&pool), endpoint]).inc();
+                break;
+            }
             if !pause(core, request, &pool, attempt, deadline).await {
                 break;
             }
@@ -295,13 +305,12 @@ async fn run_attempts(
             }
         }
         decision.begin_selection();
-        let (selection, trace) = choose(core, request, &pool, &tried);
-        let selection = match selection {
-            Ok(selection) => selection,
-            Err(error) => {
+        let (selection, trace) = match admit(core, request, &mut pool, &tried, deadline).await {
+            (Ok(selection), trace) => (selection, trace),
+            (Err(error), trace) => {
                 note_refusal(&decision, &pool, &error, trace);
                 // A retry that finds nobody left answers with what the attempt before it met.
-                last = last.or_else(|| Some(Failed::gateway(GatewayError::Select(error), None)));
+                last = last.or_else(|| Some(Failed::gateway(error, None)));
                 break;
             }
         };
@@ -338,6 +347,54 @@ async fn run_attempts(
     failed.into_response(core, deadline).await
 }
 
+/// Selects the workers of an attempt, and waits in line where prefill workers are limited and all of them are busy.
+async fn admit(
+    core: &Core,
+    request: &Inbound,
+    pool: &mut Arc<ModelPool>,
+    tried: &Tried,
+    deadline: Instant,
+) -> (Result<Selection, GatewayError>, select::Trace) {
+    let admission = pool.settings.prefill_admission;
+    let limited = admission.limit.is_some() && request.route.legs() == Legs::Pair;
+    if !limited || !pool.queue.is_busy() {
+        let (selection, trace) = choose(core, request, pool, tried);
+        match selection {
+            Err(SelectError::PrefillFull) => {}
+            selection => return (selection.map_err(GatewayError::Select), trace),
+        }
+    }
+    let metrics = &core.metrics;
+    let refuse = |error: GatewayError, reason: &str| {
+        metrics.pd_prefill_admission_rejections.with_label_values(&[reason]).inc();
+        (Err(error), select::Trace::default())
+    };
+    let queue = Arc::clone(&pool.queue);
+    let Some(waiting) = queue.join(admission.queue_size) else {
+        return refuse(GatewayError::PrefillQueueFull, "queue_full");
+    };
+    let begun = Instant::now();
+    let limit = begun + Duration::from_secs(admission.queue_timeout_secs);
+    let chosen = waiting.until(limit.min(deadline), || {
+        // The fleet may have changed meanwhile.
+        if let Lookup::Pool(newer) = core.table.load().lookup(request.body.model()) {
+            *pool = newer;
+        }
+        let (selection, trace) = choose(core, request, pool, tried);
+        (!matches!(selection, Err(SelectError::PrefillFull))).then_some((selection, trace))
+    });
+    let chosen = chosen.await;
+    metrics.pd_prefill_admission_wait.observe(begun.elapsed().as_secs_f64());
+    match chosen {
+        Some((Ok(selection), trace)) => (Ok(selection), trace),
+        Some((Err(error), trace)) => {
+            metrics.pd_prefill_admission_rejections.with_label_values(&["unavailable"]).inc();
+            (Err(GatewayError::Select(error)), trace)
+        }
+        None => refuse(GatewayError::PrefillQueueTimeout(admission.queue_timeout_secs), "queue_timeout"),
+    }
+}
+
 /// Selects the workers of an attempt. What policies read of the request is dropped at once: a prompt may be large, and legs run long.
 fn choose(
     core: &Core,
@@ -347,7 +404,8 @@ fn choose(
 ) -> (Result<Selection, SelectError>, select::Trace) {
     let hints = Hints::new(&request.headers, &request.body, &core.options.routing_key_headers);
     let mut trace = select::Trace::default();
-    let choice = Choice { pool, tried, hints: &hints, now_ms: core.clock.now_ms() };
+    let load_interval_secs = core.options.load.interval_secs();
+    let choice = Choice { pool, tried, hints: &hints, now_ms: core.clock.now_ms(), load_interval_secs };
     let selection = match request.route.legs() {
         Legs::Pair => select::select(&choice, rand::random, &mut trace),
         legs => select::select_one(&choice, legs, rand::random, &mut trace),
@@ -356,6 +414,12 @@ fn choose(
         trace.exclusions.extend(tried.passed_over(pool, selection));
     }
     policies::count(&core.metrics, &hints, &trace.picks);
+    if trace.picks.iter().any(|pick| pick.branch == select::OVERLOAD_FALLBACK) {
+        core.metrics.worker_overload_fallback.with_label_values(&["selection"]).inc();
+    }
+    if let Err(SelectError::Overloaded { .. }) = &selection {
+        core.metrics.worker_overload_shed.with_label_values(&["selection"]).inc();
+    }
     (selection, trace)
 }
 
@@ -387,8 +451,8 @@ async fn pause(core: &Core, request: &Inbound, pool: &ModelPool, attempt: u32, d
     true
 }
 
-fn note_refusal(decision: &Decision, pool: &ModelPool, error: &SelectError, trace: select::Trace) {
-    if let SelectError::Incompatible(_) = error {
+fn note_refusal(decision: &Decision, pool: &ModelPool, error: &GatewayError, trace: select::Trace) {
+    if let GatewayError::Select(SelectError::Incompatible(_)) = error {
         tracing::warn!(target: ROUTERS, model = %pool.model, %error, "no compatible pair");
     } else {
         tracing::debug!(target: ROUTERS, model = %pool.model, %error, "nothing to select");
@@ -411,7 +475,9 @@ fn begin<'a>(
     trace: select::Trace,
     deadline: Instant,
 ) -> Job<'a> {
+    let tokens = request.body.bytes().len() as u64 / CHARS_PER_TOKEN;
     let count = |worker: &RoutedWorker, policy: &'static str| {
+        worker.runtime.report.note_sent(tokens);
         let labels = [worker.role().as_str(), worker.record.wire().as_str(), &*pool.model, policy];
         core.metrics.worker_selection.with_label_values(&labels).inc();
     };

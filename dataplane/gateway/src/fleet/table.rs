@@ -14,7 +14,9 @@ use smg_telemetry::{Metrics, SMG};
 use thiserror::Error;
 
 use super::worker::{RoutedWorker, WorkerRuntime};
+use crate::admission::{PrefillQueue, Released};
 use crate::clock::Clock;
+use crate::resilience::budget::Budget;
 
 /// The label of requests that name no model that a worker declared.
 pub const UNKNOWN_MODEL: &str = "unknown";
@@ -115,6 +117,10 @@ pub struct ModelPool {
     pub prefills: Vec<PrefillEntry>,
     /// Decodes.
     pub decodes: Vec<Arc<RoutedWorker>>,
+    /// What its requests may spend on retries. Outlives snapshots.
+    pub budget: Arc<Budget>,
+    /// Where its requests wait for a prefill worker. Outlives snapshots.
+    pub queue: Arc<PrefillQueue>,
     /// Set when both legs have workers and none pair.
     pub mismatch: Option<Mismatch>,
 }
@@ -143,6 +149,8 @@ pub struct RoutingTable {
     /// Workers that serve any model.
     wildcard: Option<Arc<ModelPool>>,
     runtimes: BTreeMap<WorkerId, Arc<WorkerRuntime>>,
+    /// Tells waiting requests that a prefill worker has a place again. One for all tables of a gateway.
+    released: Arc<Released>,
 }
 
 /// What a request's model leads to.
@@ -167,6 +175,7 @@ impl RoutingTable {
             canonical: BTreeSet::new(),
             wildcard: None,
             runtimes: BTreeMap::new(),
+            released: Arc::default(),
         }
     }
 
@@ -183,8 +192,14 @@ impl RoutingTable {
         let mut runtimes = BTreeMap::new();
         for worker in snapshot.workers.values() {
             let known = previous.runtimes.get(&worker.id).cloned();
-            let runtime =
-                known.unwrap_or_else(|| Arc::new(WorkerRuntime::new(&worker.spec.url, clock, Arc::clone(metrics))));
+            let runtime = known.unwrap_or_else(|| {
+                Arc::new(WorkerRuntime::new(
+                    &worker.spec.url,
+                    clock,
+                    Arc::clone(metrics),
+                    Arc::clone(&previous.released),
+                ))
+            });
             let was_down = previous.snapshot.workers.get(&worker.id).is_some_and(|old| old.health != Health::Ready);
             if was_down && worker.health == Health::Ready {
                 runtime.health_returned();
@@ -194,7 +209,7 @@ impl RoutingTable {
         let mut builder =
             Builder { snapshot: &snapshot, previous, runtimes: &runtimes, metrics, workers: BTreeMap::new() };
         let (models, canonical, wildcard) = builder.pools()?;
-        Ok(Self { models, canonical, wildcard, runtimes, snapshot })
+        Ok(Self { models, canonical, wildcard, runtimes, released: Arc::clone(&previous.released), snapshot })
     }
 
     /// What `model` leads to. No model means the only one.
@@ -367,7 +382,23 @@ impl Builder<'_> {
                 "no prefill shares a KV transfer protocol with any decode"
             );
         }
-        Ok(ModelPool { model: Arc::clone(model), settings, policies, regulars, prefills, decodes, mismatch })
+        let before = self.previous.pool(model);
+        let budget = before.map(|pool| Arc::clone(&pool.budget)).unwrap_or_default();
+        let queue = before.map(|pool| Arc::clone(&pool.queue)).unwrap_or_else(|| {
+            let queued = self.metrics.pd_prefill_admission_queued.clone();
+            Arc::new(PrefillQueue::new(Arc::clone(&self.previous.released), queued))
+        });
+        Ok(ModelPool {
+            model: Arc::clone(model),
+            settings,
+            policies,
+            regulars,
+            prefills,
+            decodes,
+            budget,
+            queue,
+            mismatch,
+        })
     }
 
     fn routed(

@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use http::{HeaderValue, StatusCode, Uri};
 use parking_lot::Mutex;
@@ -16,12 +17,16 @@ use smg_engines::vllm::{Connector, MooncakePeer};
 use smg_engines::{Route, moriio, sglang};
 use smg_fleet::pairing::Descriptor;
 use smg_fleet::policy::Breaker as BreakerSettings;
+use smg_fleet::protection::Thresholds;
 use smg_fleet::worker::Worker;
 use smg_fleet::{Runtime, Settings, WorkerId, WorkerType, WorkerUrl};
 use smg_telemetry::{Metrics, SMG};
 
+use crate::admission::Released;
 use crate::clock::Clock;
 use crate::connections::Pool;
+use crate::load::cell::ReportCell;
+use crate::load::monitor::LastReport;
 use crate::resilience::breaker::{Admission, Breaker, Phase, Verdict};
 use crate::resilience::retry;
 
@@ -33,6 +38,12 @@ pub struct WorkerRuntime {
     breaker: Mutex<Breaker>,
     unreachable: AtomicBool,
     connections: Arc<Pool>,
+    /// Until when it asked for a pause, on the gateway's clock.
+    paced_until_ms: AtomicU64,
+    /// What its engine last reported.
+    pub report: ReportCell,
+    /// All of it, for those who show it.
+    pub last_report: LastReport,
     /// Its series are removed and must not come back.
     gone: AtomicBool,
     active: IntGauge,
@@ -44,17 +55,21 @@ pub struct WorkerRuntime {
     failed: IntCounter,
     clock: Clock,
     metrics: Arc<Metrics>,
+    released: Arc<Released>,
 }
 
 impl WorkerRuntime {
     /// A worker nothing is known about yet.
-    pub fn new(url: &str, clock: Clock, metrics: Arc<Metrics>) -> Self {
+    pub fn new(url: &str, clock: Clock, metrics: Arc<Metrics>, released: Arc<Released>) -> Self {
         Self {
             url: url.to_owned(),
             load: AtomicU64::new(0),
             breaker: Mutex::default(),
             unreachable: AtomicBool::new(false),
             connections: Arc::default(),
+            paced_until_ms: AtomicU64::new(0),
+            report: ReportCell::default(),
+            last_report: LastReport::default(),
             gone: AtomicBool::new(false),
             active: metrics.worker_requests_active.with_label_values(&[url]),
             breaker_state: metrics.worker_cb_state.with_label_values(&[url]),
@@ -65,6 +80,7 @@ impl WorkerRuntime {
             failed: metrics.worker_cb_outcomes.with_label_values(&[url, "failure"]),
             clock,
             metrics,
+            released,
         }
     }
 
@@ -109,6 +125,15 @@ impl WorkerRuntime {
         self.health_returned();
     }
 
+    /// The worker asked for a pause: it is passed over for this time where others exist.
+    pub fn pace(&self, pause: Duration) {
+        let until = self.clock.now_ms().saturating_add(u64::try_from(pause.as_millis()).unwrap_or(u64::MAX));
+        self.paced_until_ms.fetch_max(until, Ordering::Relaxed);
+        if !self.is_gone() {
+            self.metrics.worker_paced.with_label_values(&[self.url.as_str()]).inc();
+        }
+    }
+
     /// Active probes succeed again.
     pub fn health_returned(&self) {
         let transition = self.breaker.lock().health_returned();
@@ -144,6 +169,17 @@ impl WorkerRuntime {
     }
 }
 
+/// How willingly an available worker is chosen: the next kind only where there is none of the kinds before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Standing {
+    /// Nothing speaks against it.
+    Fine,
+    /// It asked for a pause.
+    Paced,
+    /// Its engine reports more load than it should have.
+    Overloaded,
+}
+
 /// A worker of one snapshot.
 #[derive(Debug)]
 pub struct RoutedWorker {
@@ -171,6 +207,10 @@ pub struct RoutedWorker {
     pub address: Uri,
     /// Its name in requests.
     pub host: HeaderValue,
+    /// From which load it is passed over; `None` = from none.
+    pub overload: Option<Thresholds>,
+    /// Most requests in its prefill phase, and how many there are; `None` = no limit.
+    prefill_limit: Option<(u64, IntGauge)>,
     /// Request targets, in the order of [`Route::ALL`]: paths.
     routes: Vec<Uri>,
     requests: IntCounter,
@@ -215,6 +255,12 @@ impl RoutedWorker {
             bootstrap_host,
             dp_rank: record.label("dp_rank").and_then(|rank| rank.parse().ok()),
             breaker: breaker_settings(&record, settings),
+            overload: settings.overload.for_worker(&record.spec),
+            prefill_limit: settings
+                .prefill_admission
+                .limit
+                .filter(|_| record.spec.worker_type == WorkerType::Prefill)
+                .map(|limit| (limit, metrics.pd_prefill_admission_inflight.with_label_values(&[url.as_str()]))),
             runtime,
             host: HeaderValue::try_from(host).ok()?,
             url,
@@ -250,23 +296,71 @@ impl RoutedWorker {
         self.routes.get(route as usize).cloned().unwrap_or_default()
     }
 
-    /// Why it gets no request now; `None` = available.
-    pub fn unavailable(&self) -> Option<&'static str> {
+    /// How willingly it gets a request at `now_ms`, or why it gets none.
+    ///
+    /// # Errors
+    /// The reason, as decision records show it.
+    pub fn standing(&self, now_ms: u64) -> Result<Standing, &'static str> {
+        if let Some(reason) = self.unavailable(now_ms) {
+            return Err(reason);
+        }
+        let runtime = &self.runtime;
+        if self.is_overloaded(now_ms) {
+            Ok(Standing::Overloaded)
+        } else if runtime.paced_until_ms.load(Ordering::Relaxed) > now_ms {
+            Ok(Standing::Paced)
+        } else {
+            Ok(Standing::Fine)
+        }
+    }
+
+    /// Whether its engine reports a load above its thresholds.
+    pub fn is_overloaded(&self, now_ms: u64) -> bool {
+        self.overload.is_some_and(|thresholds| {
+            self.runtime.report.pressure(now_ms).is_some_and(|(waiting, usage)| thresholds.exceeded(waiting, usage))
+        })
+    }
+
+    fn unavailable(&self, now_ms: u64) -> Option<&'static str> {
         if !self.record.is_routable() {
             return Some(if self.record.intent == smg_fleet::Intent::Active { "unhealthy" } else { "cordoned" });
         }
         if self.runtime.is_unreachable() {
             return Some("unreachable");
         }
-        let now = self.runtime.clock.now_ms();
-        if !self.runtime.breaker.lock().is_available(now, &self.breaker) {
+        if !self.runtime.breaker.lock().is_available(now_ms, &self.breaker) {
             return Some("circuit_open");
         }
         None
     }
 
+    /// Whether it runs as many prefill phases as it may.
+    pub fn is_full(&self) -> bool {
+        self.prefill_limit.as_ref().is_some_and(|(limit, _)| self.runtime.load() >= *limit)
+    }
+
+    /// Claims the worker for a prefill phase: as [`RoutedWorker::claim`], and `None` when it runs as many as it may.
+    pub fn claim_prefill(self: &Arc<Self>) -> Option<InFlight> {
+        let Some((limit, inflight)) = &self.prefill_limit else { return self.claim() };
+        let below = |load: u64| (load < *limit).then_some(load + 1);
+        self.runtime.load.fetch_update(Ordering::AcqRel, Ordering::Acquire, below).ok()?;
+        let claim = self.admit();
+        if claim.is_none() {
+            self.runtime.load.fetch_sub(1, Ordering::AcqRel);
+        }
+        inflight.set(i64::try_from(self.runtime.load()).unwrap_or(i64::MAX));
+        claim
+    }
+
     /// Claims the worker for a leg; `None` when its breaker lets nothing through any more.
     pub fn claim(self: &Arc<Self>) -> Option<InFlight> {
+        let claim = self.admit()?;
+        self.runtime.load.fetch_add(1, Ordering::Relaxed);
+        Some(claim)
+    }
+
+    /// A claim whose load is counted by the caller.
+    fn admit(self: &Arc<Self>) -> Option<InFlight> {
         let now = self.runtime.clock.now_ms();
         let (admission, before, after) = {
             let mut breaker = self.runtime.breaker.lock();
@@ -274,7 +368,6 @@ impl RoutedWorker {
             (breaker.admit(now, &self.breaker)?, before, breaker.phase())
         };
         self.runtime.note_transition((before != after).then_some((before, after)));
-        self.runtime.load.fetch_add(1, Ordering::Relaxed);
         self.runtime.active.inc();
         self.requests.inc();
         Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral, lease: None })
@@ -345,7 +438,11 @@ impl Drop for InFlight {
         }
         runtime.note_transition(transition);
         // Last: whoever sees the worker idle sees how its requests ended.
-        runtime.load.fetch_sub(1, Ordering::Relaxed);
+        runtime.load.fetch_sub(1, Ordering::AcqRel);
         runtime.active.dec();
+        if let Some((_, inflight)) = &self.worker.prefill_limit {
+            inflight.set(i64::try_from(runtime.load()).unwrap_or(i64::MAX));
+        }
+        runtime.released.announce();
     }
 }

@@ -188,6 +188,9 @@ fn overlay_value(front: &Front, value: &mut Value) {
             return;
         }
         worker["load"] = json!(runtime.load());
+        if let Some(reported) = runtime.last_report.get() {
+            worker["engine_load"] = super::loads::of_worker(&reported);
+        }
         let phase = runtime.breaker_phase();
         if phase != Phase::Closed {
             worker["circuit_breaker"] = json!(phase.as_str());

@@ -37,7 +37,30 @@ struct Answer {
     body: Bytes,
 }
 
+/// What an engine answers to `GET path`, its body of at most `most` bytes included.
+pub(crate) async fn ask_for(
+    core: &Core,
+    worker: &Worker,
+    path: &str,
+    limit: Duration,
+    most: usize,
+) -> Result<(StatusCode, Bytes), String> {
+    let answer = ask_up_to(core, worker, Method::GET, path, limit, most).await?;
+    Ok((answer.head.status, answer.body))
+}
+
 async fn ask(core: &Core, worker: &Worker, method: Method, path: &str, limit: Duration) -> Result<Answer, String> {
+    ask_up_to(core, worker, method, path, limit, MAX_ANSWER).await
+}
+
+async fn ask_up_to(
+    core: &Core,
+    worker: &Worker,
+    method: Method,
+    path: &str,
+    limit: Duration,
+    most: usize,
+) -> Result<Answer, String> {
     let mut request = Request::builder().method(method).uri(format!("{}{path}", worker.spec.url));
     if let Some(key) = &worker.spec.api_key {
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", &**key));
@@ -48,7 +71,7 @@ async fn ask(core: &Core, worker: &Worker, method: Method, path: &str, limit: Du
         if head.status.is_informational() {
             return Err(format!("the worker answered {}", head.status));
         }
-        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|error| error.to_string())?.to_bytes();
+        let body = Limited::new(body, most).collect().await.map_err(|error| error.to_string())?.to_bytes();
         Ok(Answer { head, body })
     };
     tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err("no answer in time".to_owned()))

@@ -52,6 +52,12 @@ pub enum GatewayError {
     /// No model named, several served.
     #[error("Missing required parameter: 'model'. Several models are served.")]
     ModelRequired,
+    /// Too many requests wait for a prefill worker already.
+    #[error("The queue for prefill workers is full")]
+    PrefillQueueFull,
+    /// No prefill worker had a place in time.
+    #[error("No prefill worker had a place within {0} s")]
+    PrefillQueueTimeout(u64),
     /// No worker for the request.
     #[error(transparent)]
     Select(#[from] SelectError),
@@ -103,6 +109,7 @@ impl GatewayError {
             Self::BodyStalled | Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::NotAdmitted(NotAdmitted::Full) => StatusCode::TOO_MANY_REQUESTS,
             Self::NotAdmitted(NotAdmitted::Timeout) | Self::ModelUnknownYet(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::PrefillQueueFull | Self::PrefillQueueTimeout(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Select(_) | Self::MoriioPair | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
@@ -126,9 +133,12 @@ impl GatewayError {
             Self::NotAdmitted(NotAdmitted::Timeout) => "admission_queue_timeout",
             Self::ModelUnknownYet(_) => "model_not_known_yet",
             Self::ModelNotFound(_) => "model_not_found",
+            Self::PrefillQueueFull => "pd_prefill_queue_full",
+            Self::PrefillQueueTimeout(_) => "pd_prefill_queue_timeout",
             Self::ModelRequired => "missing_required_parameter",
             Self::Select(SelectError::Incompatible(_)) => "no_compatible_pd_pair",
             Self::Select(SelectError::NoPrefillServers) => "no_prefill_servers",
+            Self::Select(SelectError::Overloaded { .. }) => "worker_overload_protection_shed",
             Self::Select(_) => "no_available_workers",
             Self::Unsupported(error) => error.code(),
             Self::MoriioPair => "moriio_pair_misconfigured",
@@ -147,7 +157,10 @@ impl GatewayError {
     fn retry_after(&self) -> Option<u32> {
         match self {
             Self::Select(SelectError::Incompatible(_)) => None,
-            Self::Select(_) | Self::ModelUnknownYet(_) => Some(1),
+            Self::Select(SelectError::Overloaded { retry_after_secs, .. }) => Some(*retry_after_secs),
+            Self::Select(_) | Self::ModelUnknownYet(_) | Self::PrefillQueueFull | Self::PrefillQueueTimeout(_) => {
+                Some(1)
+            }
             Self::NotAdmitted(_) => Some(2),
             _ => None,
         }

@@ -4,10 +4,11 @@ pub mod access;
 pub mod admin;
 pub mod admission;
 pub mod cors;
-mod engines;
+pub(crate) mod engines;
 pub mod error;
 mod infer;
 mod intake;
+mod loads;
 mod observe;
 mod probes;
 pub mod request_id;
@@ -132,6 +133,7 @@ fn open() -> Router<Front> {
         .route("/get_server_info", get(engines::server_info))
         .route("/get_model_info", get(engines::model_info))
         .route("/health_generate", get(engines::health_generate))
+        .route("/loads", get(loads::loads))
         .route("/engine_metrics", get(engines::metrics))
 }
 
@@ -139,6 +141,7 @@ fn open() -> Router<Front> {
 fn administration(front: &Front) -> Router<Front> {
     Router::new()
         .route("/flush_cache", post(engines::flush_cache))
+        .route("/get_loads", get(loads::loads))
         .route("/fleet/decisions", get(probes::decisions))
         .route_layer(middleware::from_fn_with_state(front.clone(), access::administration))
         .route("/workers", any(admin::forward))

@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use smg_fleet::{Snapshot, wire};
+use smg_fleet::{Intent, Snapshot, WorkerId, wire};
 use smg_net::backoff::Backoff;
 use smg_services::sync::sync_client::SyncClient;
 use smg_services::sync::{Ack, Down, FullChunk, Heartbeat, Hello, Nack, Resync, Up, down, up};
 use smg_telemetry::SMG;
 use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
 use uuid::Uuid;
 
@@ -17,12 +18,17 @@ use super::dial::Dial;
 use super::last_known_good::LastKnownGood;
 use super::{Link, install};
 use crate::core::Core;
+use crate::fleet::table::RoutingTable;
 
 const REDIALS: Backoff =
     Backoff { initial: Duration::from_millis(100), max: Duration::from_secs(5), multiplier: 2.0, jitter: 0.5 };
 /// A stream on which nothing comes for so long is dead: the control plane sends a heartbeat every 5 s.
 const SILENCE: Duration = Duration::from_secs(15);
 const HEARTBEATS: Duration = Duration::from_secs(5);
+/// How often it is looked what still runs on draining workers.
+const DRAINS: Duration = Duration::from_millis(200);
+/// Most of them that are named in one message.
+const MAX_BUSY: usize = 1_000;
 /// Largest accepted snapshot.
 const MAX_SNAPSHOT: usize = 256 * 1024 * 1024;
 /// Our messages that wait to be sent.
@@ -116,17 +122,30 @@ async fn subscribe(
         Err(status) => return Ended::Broken(status.message().to_owned()),
     };
     let mut heartbeats = tokio::time::interval(HEARTBEATS);
+    let mut drains = tokio::time::interval(DRAINS);
+    drains.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut told = Drains::default();
+    // Not anew with each turn of the loop: what this gateway says must not keep a silent stream alive.
+    let mut silent_at = tokio::time::Instant::now() + SILENCE;
     let mut stream_state = Stream { core, stored, partial: Vec::new() };
     loop {
         let message = tokio::select! {
-            message = tokio::time::timeout(SILENCE, stream.message()) => message,
+            message = tokio::time::timeout_at(silent_at, stream.message()) => message,
             _ = heartbeats.tick() => {
-                let heartbeat = Heartbeat {
-                    acked_revision: *core.revision.borrow(),
-                    in_flight_requests: u64::try_from(core.metrics.http_requests_active.get()).unwrap_or(0),
-                };
-                if sender.send(up(up::Message::Heartbeat(heartbeat))).await.is_err() {
+                told = Drains::of(&core.table.load());
+                if sender.send(up(up::Message::Heartbeat(told.heartbeat(core)))).await.is_err() {
                     return Ended::Broken("the stream closed".to_owned());
+                }
+                continue;
+            }
+            // Who waits for a worker to leave need not wait for the next heartbeat.
+            _ = drains.tick() => {
+                let now = Drains::of(&core.table.load());
+                if now != told && !(now.is_nothing() && told.is_nothing()) {
+                    told = now;
+                    if sender.send(up(up::Message::Heartbeat(told.heartbeat(core)))).await.is_err() {
+                        return Ended::Broken("the stream closed".to_owned());
+                    }
                 }
                 continue;
             }
@@ -137,6 +156,7 @@ async fn subscribe(
             Ok(Err(status)) => return Ended::Broken(status.message().to_owned()),
             Err(_) => return Ended::Broken("the control plane fell silent".to_owned()),
         };
+        silent_at = tokio::time::Instant::now() + SILENCE;
         link.heard();
         link.connected.store(true, Ordering::Release);
         match stream_state.receive(message).await {
@@ -147,6 +167,40 @@ async fn subscribe(
                 }
             }
             Answer::End(ended) => return ended,
+        }
+    }
+}
+
+/// What this gateway still runs on workers that drain.
+#[derive(Debug, Default, PartialEq)]
+struct Drains {
+    revision: u64,
+    draining: usize,
+    busy: Vec<WorkerId>,
+    more: bool,
+}
+
+impl Drains {
+    fn of(table: &RoutingTable) -> Self {
+        let draining = || table.snapshot.workers.values().filter(|worker| worker.intent == Intent::Draining);
+        let runs = |id: &WorkerId| table.runtime(*id).is_some_and(|runtime| runtime.load() > 0);
+        let mut busy: Vec<WorkerId> = draining().map(|worker| worker.id).filter(runs).take(MAX_BUSY + 1).collect();
+        let more = busy.len() > MAX_BUSY;
+        busy.truncate(MAX_BUSY);
+        Self { revision: table.snapshot.revision, draining: draining().count(), busy, more }
+    }
+
+    /// Whether nobody drains.
+    fn is_nothing(&self) -> bool {
+        self.draining == 0
+    }
+
+    fn heartbeat(&self, core: &Core) -> Heartbeat {
+        Heartbeat {
+            acked_revision: self.revision,
+            in_flight_requests: u64::try_from(core.metrics.http_requests_active.get()).unwrap_or(0),
+            busy_draining: self.busy.iter().map(|id| wire::worker_id_bytes(*id)).collect(),
+            more_busy_draining: self.more,
         }
     }
 }

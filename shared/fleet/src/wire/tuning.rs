@@ -3,6 +3,7 @@
 use smg_messages::state as pb;
 
 use super::{WireError, named};
+use crate::protection::{OverloadPolicy, PrefillAdmissionPolicy};
 use crate::tuning::{
     AssignmentMode, BucketTuning, CacheAwareTuning, CacheIndex, LeastLoadTuning, LoadMetric, ManualTuning,
     PowerOfTwoTuning, PrefixHashTuning,
@@ -26,6 +27,10 @@ macro_rules! alike {
 alike! {
     least_load_to_pb, least_load_from_pb: LeastLoadTuning {
         kv_pressure_weight, default_throughput, mean_prefill_tokens, max_waiting_requests
+    }
+    overload_to_pb, overload_from_pb: OverloadPolicy { disabled, waiting_requests, token_usage, shed }
+    prefill_admission_to_pb, prefill_admission_from_pb: PrefillAdmissionPolicy {
+        max_inflight_per_worker, queue_size, queue_timeout_secs
     }
     bucket_to_pb, bucket_from_pb: BucketTuning { adjust_interval_secs, balance_abs_threshold, balance_rel_threshold }
 }
@@ -119,12 +124,17 @@ mod tests {
                 "index": "hash", "boundaries": [64, 512], "ttl_secs": 60},
             "prefix_hash": {"prefix_token_count": 8, "boundaries": [], "load_factor": 1.5, "balance_abs_threshold": 4.0},
             "manual": {"assignment_mode": "min_group", "max_idle_secs": 9, "max_keys": 11, "sticky_sessions": true},
-            "bucket": {"adjust_interval_secs": 12, "balance_abs_threshold": 13, "balance_rel_threshold": 1.25}
+            "bucket": {"adjust_interval_secs": 12, "balance_abs_threshold": 13, "balance_rel_threshold": 1.25},
+            "overload": {"disabled": true, "waiting_requests": 2, "token_usage": 0.5, "shed": true},
+            "prefill_admission": {"max_inflight_per_worker": -1, "queue_size": 0, "queue_timeout_secs": 4},
+            "retry": {"budget_ratio": 0.5, "budget_min_per_sec": 0},
+            "health": {"drain_timeout_secs": 9},
+            "dp_aware": true
         }"#;
         let document: PolicyDocument = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_value(&document).unwrap(), serde_json::from_str::<serde_json::Value>(text).unwrap());
         assert_eq!(document_from_pb(document_to_pb(&document)).unwrap(), document);
-        document.validate("m").unwrap();
+        document.validate("").unwrap();
     }
 
     #[test]

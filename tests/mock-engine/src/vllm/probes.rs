@@ -28,6 +28,11 @@ pub(super) fn metrics(core: &Core) -> String {
         Some(places) if places > 0 => (running / places as f64).min(1.0),
         _ => 0.0,
     };
+    let _ = writeln!(
+        out,
+        "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {:?}",
+        core.started()
+    );
     let mut family = |name: &str, kind: &str, help: &str, series: &[(&str, f64)]| {
         let sample = name.strip_suffix("_total").unwrap_or(name);
         let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");

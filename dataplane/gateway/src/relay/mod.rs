@@ -88,8 +88,8 @@ pub trait OnEnd: Send + 'static {
 }
 
 /// An engine's response body on its way to the client.
-pub struct Relay<E: OnEnd> {
-    upstream: Answer,
+pub struct Relay<E: OnEnd, B = Answer> {
+    upstream: B,
     /// A piece that was read before.
     first: Option<Frame<Bytes>>,
     events: Option<Scanner>,
@@ -135,11 +135,11 @@ impl FirstEvent {
     }
 }
 
-impl<E: OnEnd> Relay<E> {
+impl<E: OnEnd, B> Relay<E, B> {
     /// Forwards `upstream` until `deadline`. `events` = the body is a stream of server-sent events of this dialect, kept alive after
     /// `keep_alive` of silence.
     pub fn new(
-        upstream: Answer,
+        upstream: B,
         events: Option<Dialect>,
         deadline: Instant,
         keep_alive: Option<Duration>,
@@ -190,11 +190,14 @@ impl<E: OnEnd> Relay<E> {
         message: &str,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
-        let frame = self.events.as_ref().map(|scanner| self.dialect.error_event(message, scanner.at_boundary()));
+        let event = self.events.as_ref().map(|scanner| self.dialect.error_event(message, scanner.at_boundary()));
         self.end(ended);
-        match frame {
-            Some(frame) => Poll::Ready(Some(Ok(Frame::data(frame)))),
-            None => {
+        match (event, self.first_event.take()) {
+            (Some(event), Some(first)) => {
+                Poll::Ready(Some(Ok(Frame::data([first.held.freeze(), event].concat().into()))))
+            }
+            (Some(event), None) => Poll::Ready(Some(Ok(Frame::data(event)))),
+            (None, _) => {
                 // An error drops what the server has not sent yet, the head too: it comes with the next poll.
                 self.broken = Some(BrokenBody(message.to_owned()));
                 cx.waker().wake_by_ref();
@@ -236,7 +239,11 @@ impl<E: OnEnd> Relay<E> {
 #[error("{0}")]
 pub struct BrokenBody(String);
 
-impl<E: OnEnd + Unpin> Body for Relay<E> {
+impl<E, B> Body for Relay<E, B>
+where
+    E: OnEnd + Unpin,
+    B: Body<Data = Bytes, Error: std::error::Error + 'static> + Unpin,
+{
     type Data = Bytes;
     type Error = BrokenBody;
 
@@ -318,7 +325,7 @@ impl<E: OnEnd + Unpin> Body for Relay<E> {
     }
 }
 
-impl<E: OnEnd> Relay<E> {
+impl<E: OnEnd, B> Relay<E, B> {
     /// Ready when time wants something: the end after the end marker, the deadline, or a keep-alive comment.
     fn poll_timers(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
@@ -350,7 +357,7 @@ impl<E: OnEnd> Relay<E> {
     }
 }
 
-impl<E: OnEnd> Drop for Relay<E> {
+impl<E: OnEnd, B> Drop for Relay<E, B> {
     fn drop(&mut self) {
         // After the end marker the client has everything: its leaving changes nothing.
         let ended = if self.done.is_some() { Ended::Complete } else { Ended::ClientLeft { output: self.output } };

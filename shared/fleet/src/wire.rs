@@ -4,6 +4,8 @@
 //! enums, which the schema repeats; a number from a newer version becomes an error, never a guess.
 
 mod access;
+#[cfg(test)]
+mod tests;
 mod tuning;
 
 use std::collections::BTreeMap;

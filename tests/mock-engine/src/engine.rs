@@ -20,7 +20,7 @@ use crate::fault::{Fault, Faults};
 use crate::http::{self, Reply, Request};
 use crate::ledger::Ledger;
 use crate::load::Load;
-use crate::record::{Recorded, Recorder};
+use crate::record::{Recorded, Recorder, Tally};
 use crate::{sglang, vllm};
 
 /// Which engine is played.
@@ -341,7 +341,7 @@ impl MockEngine {
         let load = Load::default();
         load.limit(settings.max_running);
         let core = Arc::new(Core {
-            recorder: Arc::new(Recorder::new(settings.records)),
+            recorder: Arc::new(Recorder::new(settings.records, settings.patience)),
             faults: Faults::default(),
             load,
             fabric: Fabric::default(),
@@ -417,6 +417,11 @@ impl MockEngine {
     /// How many generation requests were received, forgotten and unrecorded ones included.
     pub fn generation_count(&self) -> u64 {
         self.core.recorder.generations()
+    }
+
+    /// How the generation exchanges have ended since the start. It does not depend on recording.
+    pub fn tally(&self) -> Tally {
+        self.core.recorder.tally()
     }
 
     /// Forgets what was received.

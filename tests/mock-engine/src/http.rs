@@ -25,8 +25,8 @@ use crate::engine::Core;
 use crate::fault::{Ending, Fault};
 use crate::record::Exchange;
 
-/// Bytes of a next request that are read while an answer is under way.
-const READ_AHEAD: usize = 64 * 1024;
+/// Bytes of a next request that are read while an answer is under way. Behind more of them the end of a peer that left would not be seen.
+const READ_AHEAD: usize = 1024 * 1024;
 
 /// A request, read to its end.
 pub(crate) struct Request {
@@ -172,6 +172,9 @@ async fn converse(stream: &mut TcpStream, number: u64, core: &Arc<Core>) -> Endi
                 return Ending::Close;
             }
         };
+        if ending == Ending::Proper {
+            exchange.complete();
+        }
         drop(exchange);
         match ending {
             Ending::Proper if keep_alive => {}
@@ -195,6 +198,7 @@ async fn answer(core: &Arc<Core>, request: Request, write: WriteHalf<'_>, exchan
     let _active = request.is_generation().then(|| core.load.enter());
     let fault = core.faults.meeting(&request);
     if let Some(fault) = &fault {
+        exchange.faulty();
         if !fault.delay_head.is_zero() {
             tokio::time::sleep(fault.delay_head).await;
         }

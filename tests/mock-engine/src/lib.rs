@@ -43,7 +43,7 @@ mod vllm;
 pub use builder::Builder;
 pub use engine::{Connector, Engine, MockEngine, Role, TimedOut};
 pub use fault::Fault;
-pub use record::Recorded;
+pub use record::{Recorded, Tally};
 
 /// Creation time in answers, seconds since the epoch. Fixed, so that equal requests have equal answers.
 const CREATED: u64 = 1_767_225_600;

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -65,6 +65,23 @@ impl Recorded {
     }
 }
 
+/// How the generation exchanges of an engine have ended since its start. Each is counted once; unfinished ones are not in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Answered as it should be, with any status that does not blame the engine.
+    pub served: u64,
+    /// Met a fault, whatever became of it.
+    pub faulty: u64,
+    /// Met none, and was answered with 408 or 5xx.
+    pub failed: u64,
+    /// Met none, and the engine cut it off: it was stopped.
+    pub cut: u64,
+    /// Met none, and the peer left before the answer was out.
+    pub abandoned: u64,
+    /// As `abandoned`, after a wait longer than the transfer deadline.
+    pub abandoned_late: u64,
+}
+
 /// An exchange in the ring.
 pub(crate) struct Entry {
     request: Recorded,
@@ -97,13 +114,23 @@ pub(crate) struct Recorder {
     capacity: usize,
     ring: Mutex<VecDeque<Arc<Entry>>>,
     arrived: AtomicU64,
+    tally: Mutex<Tally>,
+    /// After this an abandoned exchange is a late one.
+    patience: Duration,
     changes: watch::Sender<()>,
 }
 
 impl Recorder {
     /// `capacity` 0 turns recording off.
-    pub(crate) fn new(capacity: usize) -> Self {
-        Recorder { capacity, ring: Mutex::default(), arrived: AtomicU64::new(0), changes: watch::Sender::new(()) }
+    pub(crate) fn new(capacity: usize, patience: Duration) -> Self {
+        Recorder {
+            capacity,
+            ring: Mutex::default(),
+            arrived: AtomicU64::new(0),
+            tally: Mutex::default(),
+            patience,
+            changes: watch::Sender::new(()),
+        }
     }
 
     /// A request has been read; the answer is an exchange that writes its progress into the ring.
@@ -137,7 +164,8 @@ impl Recorder {
             entry
         });
         self.changed();
-        Exchange { entry, recorder: Arc::clone(self) }
+        let generation = request.is_generation();
+        Exchange { entry, recorder: Arc::clone(self), generation, arrived_at: Instant::now(), fate: Mutex::default() }
     }
 
     pub(crate) fn all(&self) -> Vec<Recorded> {
@@ -147,6 +175,10 @@ impl Recorder {
     /// Generation requests since the start, forgotten and unrecorded ones included.
     pub(crate) fn generations(&self) -> u64 {
         self.arrived.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn tally(&self) -> Tally {
+        *self.tally.lock()
     }
 
     pub(crate) fn clear(&self) {
@@ -167,10 +199,46 @@ impl Recorder {
 pub(crate) struct Exchange {
     entry: Option<Arc<Entry>>,
     recorder: Arc<Recorder>,
+    generation: bool,
+    arrived_at: Instant,
+    fate: Mutex<Fate>,
+}
+
+/// What is known of an exchange's end.
+#[derive(Default)]
+struct Fate {
+    faulty: bool,
+    status: Option<u16>,
+    complete: bool,
+    peer_closed: bool,
 }
 
 impl Exchange {
+    pub(crate) fn faulty(&self) {
+        self.fate.lock().faulty = true;
+    }
+
+    /// The answer is out as it should be.
+    pub(crate) fn complete(&self) {
+        self.fate.lock().complete = true;
+    }
+
+    fn count(&self) {
+        let fate = self.fate.lock();
+        let mut tally = self.recorder.tally.lock();
+        let count = match *fate {
+            Fate { faulty: true, .. } => &mut tally.faulty,
+            Fate { complete: true, status: Some(408 | 500..), .. } => &mut tally.failed,
+            Fate { complete: true, .. } => &mut tally.served,
+            Fate { peer_closed: false, .. } => &mut tally.cut,
+            _ if self.arrived_at.elapsed() > self.recorder.patience => &mut tally.abandoned_late,
+            _ => &mut tally.abandoned,
+        };
+        *count += 1;
+    }
+
     pub(crate) fn status(&self, status: u16) {
+        self.fate.lock().status = Some(status);
         if let Some(entry) = &self.entry {
             entry.end.lock().status = Some(status);
         }
@@ -183,6 +251,7 @@ impl Exchange {
     }
 
     pub(crate) fn peer_closed(&self) {
+        self.fate.lock().peer_closed = true;
         if let Some(entry) = &self.entry {
             entry.end.lock().peer_closed_at = Some(Instant::now());
         }
@@ -191,6 +260,9 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
+        if self.generation {
+            self.count();
+        }
         if let Some(entry) = &self.entry {
             entry.end.lock().finished_at = Some(Instant::now());
         }

@@ -205,7 +205,7 @@ async fn check_blame(fleet: &Fleet) -> [u64; 2] {
 
 fn length() -> Duration {
     let told = std::env::var("SMG_CHAOS_SECONDS").ok().map(|seconds| seconds.parse().unwrap());
-    Duration::from_secs(told.unwrap_or(if soaking() { 600 } else { 60 }))
+    Duration::from_secs(told.unwrap_or_else(|| if soaking() { 600 } else { 60 }))
 }
 
 fn soaking() -> bool {

@@ -156,7 +156,7 @@ async fn poll(core: &Core, worker: &Worker, known: Option<Source>) -> Polled {
     let runtime = core.table.load().runtime(worker.id).cloned();
     // Whatever is sent from now on, the report may not know of it.
     let sent = runtime.as_ref().map(|runtime| runtime.report.sent());
-    let first = known.unwrap_or(match worker.runtime() {
+    let first = known.unwrap_or_else(|| match worker.runtime() {
         Runtime::Vllm => Source::Metrics,
         _ => Source::Loads,
     });

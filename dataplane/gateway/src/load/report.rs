@@ -105,7 +105,7 @@ fn rank((position, load): (usize, &Value)) -> Option<RankLoad> {
         num_running_reqs: running,
         num_waiting_reqs: waiting,
         num_waiting_uncached_tokens: of.count("num_waiting_uncached_tokens").unwrap_or_default(),
-        num_total_reqs: of.count("num_total_reqs").unwrap_or(running.saturating_add(waiting)),
+        num_total_reqs: of.count("num_total_reqs").unwrap_or_else(|| running.saturating_add(waiting)),
         num_used_tokens: of.count("num_used_tokens").unwrap_or_default(),
         max_total_num_tokens: of.count("max_total_num_tokens").unwrap_or_default(),
         token_usage: of.amount("token_usage").unwrap_or_default(),

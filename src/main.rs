@@ -1,6 +1,7 @@
 //! `smg`: a gateway fleet for prefill/decode disaggregated LLM serving.
 
 mod cli;
+mod cluster;
 mod controlplane;
 mod gateway;
 mod launch;
@@ -30,6 +31,15 @@ fn main() -> ExitCode {
         cli::Invocation::Launch(args) => process::run(&args.process.clone(), launch::run(*args)),
         cli::Invocation::ControlPlane(args) => process::run(&args.process.clone(), controlplane::run(*args)),
         cli::Invocation::Gateway(args) => process::run(&args.process.clone(), gateway::run(*args)),
+        cli::Invocation::Cluster(args) => {
+            return match cluster::run(&args) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    complain(&format_args!("error: {error}"));
+                    error.exit_code()
+                }
+            };
+        }
     };
     match ended {
         Ok(()) => ExitCode::SUCCESS,

@@ -42,6 +42,9 @@ pub enum RunError {
     /// Its data directory cannot be used.
     #[error("{0}")]
     Data(#[from] smg_store::raft::OpenError),
+    /// It was removed from the cluster.
+    #[error("this member was removed from the cluster for good: its data directory is of no more use")]
+    Retired,
     /// Its store stopped after a storage error.
     #[error("the store has stopped: {0}")]
     StoreFailed(String),
@@ -53,12 +56,14 @@ impl RunError {
         Self::Start(format!("{what}: {error}"))
     }
 
-    /// The exit code: 1, or those of sysexits for an unusable directory (73) and a failed store (74).
+    /// The exit code: 1, or those of sysexits for an unusable directory (73), a failed store (74) and a
+    /// member that is none any more (77).
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Start(_) => ExitCode::FAILURE,
             Self::Data(_) => ExitCode::from(73),
             Self::StoreFailed(_) => ExitCode::from(74),
+            Self::Retired => ExitCode::from(77),
         }
     }
 }
@@ -149,6 +154,13 @@ pub fn access(args: &TokenArgs, shared_key: Option<TokenHash>) -> Result<AccessO
 /// When a file cannot be used.
 pub fn worker_tls(files: &ClientFiles) -> Result<ClientConfig, RunError> {
     files.load().map_err(|error| RunError::start("TLS towards workers", error))
+}
+
+/// The name of this host, as the kernel knows it.
+pub fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "localhost".to_owned() } else { name.to_owned() }
 }
 
 /// The signals that end a process.

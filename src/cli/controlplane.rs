@@ -10,6 +10,7 @@ use super::access::{TokenArgs, TokenFlags};
 use super::error::CliError;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::tls::WorkerTlsFlags;
+use super::values;
 
 /// What keeps the fleet state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -40,9 +41,18 @@ pub(super) struct ControlPlaneFlags {
     /// Found a new fleet if the directory is empty
     #[arg(long, conflicts_with = "join")]
     bootstrap: bool,
-    /// Join the fleet of these members; not available in this version
-    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST:PORT,…")]
+    /// Join the fleet of these members if the directory is empty: their --peer-listen addresses; port 7401 where none is given
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "HOST:PORT,…", value_parser = values::peer_address)]
     join: Vec<String>,
+    /// Host under which other members, gateways and operators reach this one [default: the address it listens on, or the host's name]
+    #[arg(long, value_name = "HOST", value_parser = values::host)]
+    advertise: Option<String>,
+    /// Time between two signs of life of the leader, in milliseconds
+    #[arg(long, value_name = "MILLIS", default_value_t = 250, value_parser = clap::value_parser!(u64).range(10..=10_000))]
+    heartbeat_interval_ms: u64,
+    /// Time without a sign of life in which nobody stands against the leader, in milliseconds; an election begins 1.5 to 2 times as late
+    #[arg(long, value_name = "MILLIS", default_value_t = 1_000, value_parser = clap::value_parser!(u64).range(50..=60_000))]
+    election_timeout_ms: u64,
     /// What keeps the fleet state; etcd is not available in this version
     #[arg(long, value_enum, default_value = "raft")]
     store: StoreName,
@@ -77,6 +87,14 @@ pub struct ControlPlaneArgs {
     pub tokens: TokenArgs,
     /// True when a new fleet may be founded in an empty directory.
     pub bootstrap: bool,
+    /// Members whose fleet an empty directory joins, each `HOST:PORT`.
+    pub join: Vec<String>,
+    /// Host under which others reach this member, when it was given.
+    pub advertise: Option<String>,
+    /// Time between two signs of life of the leader.
+    pub heartbeat_interval_ms: u64,
+    /// Time without a sign of life in which nobody stands against the leader.
+    pub election_timeout_ms: u64,
     /// What the operator should know; to be logged once logging runs.
     pub warnings: Vec<String>,
 }
@@ -89,9 +107,9 @@ impl ControlPlaneFlags {
             let reason = "etcd is not available in this version; the members keep the state themselves (--store raft)";
             return Err(CliError::refused("--store etcd", reason));
         }
-        if !self.join.is_empty() {
-            let reason = "fleets of more than one member are not available in this version; start one with --bootstrap";
-            return Err(CliError::refused("--join", reason));
+        if self.election_timeout_ms < 3 * self.heartbeat_interval_ms {
+            let reason = "must be at least three times --heartbeat-interval-ms, or one lost message is an election";
+            return Err(CliError::conflict("--election-timeout-ms", reason));
         }
         if !self.insecure {
             let reason = "this version has no TLS and no tokens; add --insecure on a trusted network";
@@ -110,6 +128,10 @@ impl ControlPlaneFlags {
             listen: self.listen,
             peer_listen: self.peer_listen,
             bootstrap: self.bootstrap,
+            join: self.join,
+            advertise: self.advertise,
+            heartbeat_interval_ms: self.heartbeat_interval_ms,
+            election_timeout_ms: self.election_timeout_ms,
             warnings: vec!["--insecure: the control plane is served without TLS and tokens".to_owned()],
         })
     }

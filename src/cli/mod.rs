@@ -14,6 +14,7 @@
 
 mod absent;
 mod access;
+mod cluster;
 mod controlplane;
 mod error;
 mod gateway;
@@ -37,6 +38,7 @@ use std::ffi::OsString;
 use clap::{Args as _, FromArgMatches as _};
 
 pub use access::{BOOTSTRAP, TokenArgs};
+pub use cluster::{ClusterArgs, ClusterVerb, Output};
 pub use controlplane::ControlPlaneArgs;
 pub use error::{CliError, EXIT_USAGE};
 pub use gateway::GatewayArgs;
@@ -56,6 +58,8 @@ pub enum Invocation {
     ControlPlane(Box<ControlPlaneArgs>),
     /// One data-plane gateway.
     Gateway(Box<GatewayArgs>),
+    /// A look at the control plane's members, or a change of them.
+    Cluster(Box<ClusterArgs>),
     /// Print this text on standard output and exit with success: help or a version.
     Print(String),
 }
@@ -99,6 +103,10 @@ where
             let flags = controlplane::ControlPlaneFlags::from_arg_matches(given)?;
             Ok(Invocation::ControlPlane(Box::new(flags.resolve(environment(TOKENS_VARIABLE))?)))
         }
+        Some(("cluster", given)) => {
+            let flags = cluster::ClusterFlags::from_arg_matches(given)?;
+            Ok(Invocation::Cluster(Box::new(flags.resolve()?)))
+        }
         _ => Ok(Invocation::Print(command().render_help().to_string())),
     }
 }
@@ -122,6 +130,10 @@ fn command() -> clap::Command {
         .about("Run one member of the replicated control plane");
     let gateway = absent::declare(gateway::GatewayFlags::augment_args(clap::Command::new("gateway")))
         .about("Run one data-plane gateway");
+    let cluster = cluster::ClusterFlags::augment_args(clap::Command::new("cluster"))
+        .about("Show or change the members of the control plane")
+        .subcommand_required(true)
+        .arg_required_else_help(true);
     clap::Command::new("smg")
         .about("Gateway fleet for prefill/decode disaggregated LLM serving")
         .version(env!("CARGO_PKG_VERSION"))
@@ -136,6 +148,7 @@ fn command() -> clap::Command {
         .subcommand(launch)
         .subcommand(controlplane)
         .subcommand(gateway)
+        .subcommand(cluster)
 }
 
 fn verbose_version() -> String {

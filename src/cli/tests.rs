@@ -626,9 +626,25 @@ fn a_control_plane_names_its_listeners_and_refuses_what_does_not_exist_yet() {
     let Ok(Invocation::ControlPlane(arguments)) = parse_line(line) else { panic!("{line}") };
     assert!(arguments.bootstrap);
     assert_eq!((arguments.listen.port(), arguments.peer_listen.port()), (1, 2));
-    assert_eq!(refusal("smg controlplane --data-dir d --insecure --join a:7401").0, "--join");
+    let line =
+        "smg controlplane --data-dir d --insecure --join a,b:9 --advertise cp-2.internal --election-timeout-ms 2000";
+    let Ok(Invocation::ControlPlane(joining)) = parse_line(line) else { panic!("{line}") };
+    assert_eq!((joining.join.join(" "), joining.advertise.as_deref()), ("a:7401 b:9".into(), Some("cp-2.internal")));
+    assert_eq!((joining.heartbeat_interval_ms, joining.election_timeout_ms), (250, 2_000));
+    let hasty = "smg controlplane --data-dir d --insecure --bootstrap --election-timeout-ms 500";
+    assert_eq!(refusal(hasty).0, "--election-timeout-ms");
+    syntax_error("smg controlplane --data-dir d --insecure --bootstrap --advertise host:1");
     assert_eq!(refusal("smg controlplane --data-dir d --insecure --store etcd").0, "--store etcd");
     syntax_error("smg controlplane --insecure");
+    let Ok(Invocation::Cluster(asked)) = parse_line("smg cluster replace 3 --with 4 --controlplane a,b:1 -o json")
+    else {
+        panic!("smg cluster")
+    };
+    assert_eq!(asked.verb, ClusterVerb::Replace { node_id: 3, with: Some(4) });
+    assert_eq!((asked.controlplane.join(" "), asked.output), ("a:7400 b:1".into(), Output::Json));
+    for line in ["smg cluster", "smg cluster remove", "smg cluster join x", "smg cluster status -o yaml"] {
+        syntax_error(line);
+    }
     syntax_error("smg controlplane --data-dir d --insecure --bootstrap --join a:7401");
 }
 

@@ -61,12 +61,29 @@ pub(super) fn header_name(text: &str) -> Result<String, String> {
 
 /// `HOST:PORT` or a bare host; the port of the control plane's API is added where none is given.
 pub(super) fn control_plane_address(text: &str) -> Result<String, String> {
-    const DEFAULT_PORT: u16 = 7400;
+    address(text, 7400)
+}
+
+/// `HOST:PORT` or a bare host; the port of the members among themselves is added where none is given.
+pub(super) fn peer_address(text: &str) -> Result<String, String> {
+    address(text, 7401)
+}
+
+/// A host name or an address without a port; one of IPv6 gets its brackets.
+pub(super) fn host(text: &str) -> Result<String, String> {
+    if text.parse::<std::net::Ipv6Addr>().is_ok() {
+        return Ok(format!("[{text}]"));
+    }
+    let named = address(text, 1)?;
+    if named == format!("{text}:1") { Ok(text.to_owned()) } else { Err("must be a host without a port".to_owned()) }
+}
+
+fn address(text: &str, default_port: u16) -> Result<String, String> {
     let rule = || "must be HOST:PORT, a host name, or [IPV6]:PORT".to_owned();
     // The colon that ends the host: none in a bare name, and never one inside the brackets of an IPv6 address.
     let (host, port) = match text.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, port.parse::<u16>().map_err(|_| rule())?),
-        _ => (text, DEFAULT_PORT),
+        _ => (text, default_port),
     };
     let bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
     let plain = !host.is_empty() && !host.contains(|c: char| matches!(c, ':' | '/' | '[' | ']') || c.is_whitespace());

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -16,6 +17,7 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use smg_fleet::{Revision, Worker, WorkerId};
 use smg_state::{Command, Envelope, Outcome, State};
+use smg_store::cluster::ClusterStatus;
 use smg_store::memory::MemoryStore;
 use smg_store::{ClusterStore, Leadership, StoreError};
 use smg_telemetry::Metrics;
@@ -39,6 +41,7 @@ pub(crate) struct TestStore {
     inner: MemoryStore,
     errors: Mutex<Vec<StoreError>>,
     leadership: watch::Sender<Leadership>,
+    in_contact: AtomicBool,
 }
 
 impl TestStore {
@@ -62,12 +65,16 @@ impl TestStore {
 
     pub(crate) fn unnamed(leadership: Leadership) -> Arc<Self> {
         let (inner, errors) = (MemoryStore::default(), Mutex::default());
-        Arc::new(Self { inner, errors, leadership: watch::Sender::new(leadership) })
+        Arc::new(Self { inner, errors, leadership: watch::Sender::new(leadership), in_contact: AtomicBool::new(true) })
     }
 
     /// The next calls fail with these, the last one first.
     pub(crate) fn fail(&self, errors: Vec<StoreError>) {
         *self.errors.lock() = errors;
+    }
+
+    pub(crate) fn lose_contact(&self) {
+        self.in_contact.store(false, Ordering::Relaxed);
     }
 
     pub(crate) fn lead(&self, leadership: Leadership) {
@@ -104,6 +111,14 @@ impl ClusterStore for TestStore {
 
     fn failure(&self) -> watch::Receiver<Option<String>> {
         self.inner.failure()
+    }
+
+    fn cluster(&self, local: bool) -> BoxFuture<'_, Result<ClusterStatus, StoreError>> {
+        self.inner.cluster(local)
+    }
+
+    fn in_contact(&self) -> bool {
+        self.in_contact.load(Ordering::Relaxed)
     }
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {

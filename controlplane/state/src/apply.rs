@@ -10,6 +10,7 @@ use smg_fleet::{
 };
 
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
+use crate::members::NodeId;
 use crate::memory::Remembered;
 use crate::state::State;
 
@@ -22,21 +23,26 @@ const MAX_MESSAGE_BYTES: usize = 2_048;
 
 /// What a command did: the worker it was about, and whether the state changed.
 pub(crate) struct Effect {
-    worker_id: Option<WorkerId>,
-    changed: bool,
+    pub worker_id: Option<WorkerId>,
+    pub node_id: Option<NodeId>,
+    pub changed: bool,
 }
 
 impl Effect {
     pub(crate) fn on(id: WorkerId) -> Self {
-        Self { worker_id: Some(id), changed: true }
+        Self { worker_id: Some(id), node_id: None, changed: true }
     }
 
     pub(crate) fn none(worker_id: Option<WorkerId>) -> Self {
-        Self { worker_id, changed: false }
+        Self { worker_id, node_id: None, changed: false }
     }
 
     pub(crate) fn whole() -> Self {
-        Self { worker_id: None, changed: true }
+        Self { worker_id: None, node_id: None, changed: true }
+    }
+
+    pub(crate) fn on_member(node_id: NodeId, changed: bool) -> Self {
+        Self { worker_id: None, node_id: Some(node_id), changed }
     }
 }
 
@@ -55,9 +61,16 @@ impl State {
                 if effect.changed {
                     self.revision += 1;
                 }
-                Outcome { revision: self.revision, worker_id: effect.worker_id, rejection: None }
+                Outcome {
+                    revision: self.revision,
+                    worker_id: effect.worker_id,
+                    node_id: effect.node_id,
+                    rejection: None,
+                }
             }
-            Err(rejection) => Outcome { revision: self.revision, worker_id: None, rejection: Some(rejection) },
+            Err(rejection) => {
+                Outcome { revision: self.revision, worker_id: None, node_id: None, rejection: Some(rejection) }
+            }
         };
         self.memory.remember(Remembered {
             command_id: envelope.command_id,
@@ -80,6 +93,10 @@ impl State {
                 self.history_id = *history_id;
                 Ok(Effect::whole())
             }
+            Command::RegisterMember { node_id, storage_id, peer_address, api_address } => {
+                self.register_member(*node_id, *storage_id, peer_address, api_address)
+            }
+            Command::RetireMembers { node_ids } => self.retire_members(node_ids),
             Command::PutSettings { settings } => self.put_settings(settings, expected),
             Command::CreateWorker { id, spec, origin } => self.create_worker(*id, spec, *origin, at),
             Command::ReplaceWorker { id, spec } => {
@@ -416,7 +433,7 @@ impl State {
                 Some(_) => false,
             };
         }
-        Ok(Effect { worker_id: None, changed })
+        Ok(Effect { changed, ..Effect::none(None) })
     }
 
     /// A start-up flag names a worker again whose removal is not finished.

@@ -10,6 +10,7 @@ use smg_messages::state as pb;
 use uuid::Uuid;
 
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
+use crate::members::Member;
 use crate::memory::Remembered;
 use crate::state::State;
 
@@ -56,6 +57,15 @@ pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
             cluster_id: cluster_id.as_bytes().to_vec(),
             history_id: history_id.as_bytes().to_vec(),
         }),
+        Command::RegisterMember { node_id, storage_id, peer_address, api_address } => {
+            Pb::RegisterMember(pb::RegisterMember {
+                node_id: *node_id,
+                storage_id: storage_id.as_bytes().to_vec(),
+                peer_address: peer_address.clone(),
+                api_address: api_address.clone(),
+            })
+        }
+        Command::RetireMembers { node_ids } => Pb::RetireMembers(pb::RetireMembers { node_ids: node_ids.clone() }),
         Command::PutSettings { settings } => {
             Pb::PutSettings(pb::PutSettings { settings: Some(settings_to_pb(settings)) })
         }
@@ -138,6 +148,13 @@ pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
             cluster_id: uuid(&c.cluster_id, "cluster_id")?,
             history_id: uuid(&c.history_id, "history_id")?,
         },
+        Pb::RegisterMember(c) => Command::RegisterMember {
+            node_id: c.node_id,
+            storage_id: uuid(&c.storage_id, "storage_id")?,
+            peer_address: c.peer_address,
+            api_address: c.api_address,
+        },
+        Pb::RetireMembers(c) => Command::RetireMembers { node_ids: c.node_ids },
         Pb::PutSettings(c) => Command::PutSettings { settings: settings_from_pb(c.settings) },
         Pb::CreateWorker(c) => Command::CreateWorker {
             id: wire::worker_id(&c.id)?,
@@ -219,6 +236,7 @@ pub fn outcome_to_pb(outcome: &Outcome) -> pb::Outcome {
         rejection: outcome.rejection.as_ref().map_or(0, |rejection| rejection.code as i32),
         message: outcome.rejection.as_ref().map(|rejection| rejection.message.clone()).unwrap_or_default(),
         worker_id: outcome.worker_id.map(wire::worker_id_bytes).unwrap_or_default(),
+        node_id: outcome.node_id.unwrap_or_default(),
     }
 }
 
@@ -234,7 +252,28 @@ pub fn outcome_from_pb(outcome: pb::Outcome) -> Result<Outcome, WireError> {
         None
     };
     let worker_id = if outcome.worker_id.is_empty() { None } else { Some(wire::worker_id(&outcome.worker_id)?) };
-    Ok(Outcome { revision: outcome.revision, worker_id, rejection })
+    let node_id = Some(outcome.node_id).filter(|node_id| *node_id != 0);
+    Ok(Outcome { revision: outcome.revision, worker_id, node_id, rejection })
+}
+
+fn member_to_pb(member: &Member) -> pb::Member {
+    pb::Member {
+        node_id: member.node_id,
+        storage_id: member.storage_id.as_bytes().to_vec(),
+        peer_address: member.peer_address.clone(),
+        api_address: member.api_address.clone(),
+        retired: member.retired,
+    }
+}
+
+fn member_from_pb(member: pb::Member) -> Result<Member, WireError> {
+    Ok(Member {
+        node_id: member.node_id,
+        storage_id: uuid(&member.storage_id, "storage_id")?,
+        peer_address: member.peer_address,
+        api_address: member.api_address,
+        retired: member.retired,
+    })
 }
 
 /// The canonical bytes of a state.
@@ -257,6 +296,8 @@ pub fn encode_state(state: &State) -> Vec<u8> {
         settings: Some(settings_to_pb(&state.settings)),
         settings_revision: state.settings_revision,
         tokens: state.tokens.values().map(|token| wire::token_to_pb(token)).collect(),
+        members: state.members.values().map(|member| member_to_pb(member)).collect(),
+        last_node_id: state.last_node_id,
     }
     .encode_to_vec()
 }
@@ -273,6 +314,7 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
         revision: message.revision,
         settings: settings_from_pb(message.settings),
         settings_revision: message.settings_revision,
+        last_node_id: message.last_node_id,
         ..State::default()
     };
     for worker in message.workers {
@@ -287,6 +329,10 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
     for token in message.tokens {
         let token = wire::token_from_pb(token)?;
         state.tokens.insert(token.id, Arc::new(token));
+    }
+    for member in message.members {
+        let member = member_from_pb(member)?;
+        state.members.insert(member.node_id, Arc::new(member));
     }
     for remembered in message.remembered {
         state.memory.remember(Remembered {

@@ -9,6 +9,8 @@ use smg_fleet::{
 };
 use uuid::Uuid;
 
+use crate::members::NodeId;
+
 /// Identity of a command, chosen by its author: retrying with the same id cannot apply it twice.
 pub type CommandId = Uuid;
 
@@ -21,6 +23,22 @@ pub enum Command {
         cluster_id: Uuid,
         /// Which history of it.
         history_id: Uuid,
+    },
+    /// Gives a disk its number as a member of the control plane, or notes its new addresses.
+    RegisterMember {
+        /// The number it has; absent = the next one.
+        node_id: Option<NodeId>,
+        /// Its disk.
+        storage_id: Uuid,
+        /// `HOST:PORT` for other members.
+        peer_address: String,
+        /// `HOST:PORT` for operators and gateways.
+        api_address: String,
+    },
+    /// Tells members of the control plane to leave for good.
+    RetireMembers {
+        /// Their numbers.
+        node_ids: Vec<NodeId>,
     },
     /// Replaces the settings of the cluster.
     PutSettings {
@@ -172,6 +190,8 @@ impl Command {
     pub fn name(&self) -> &'static str {
         match self {
             Command::InitCluster { .. } => "init_cluster",
+            Command::RegisterMember { .. } => "register_member",
+            Command::RetireMembers { .. } => "retire_members",
             Command::PutSettings { .. } => "put_settings",
             Command::CreateWorker { .. } => "create_worker",
             Command::ReplaceWorker { .. } => "replace_worker",
@@ -210,11 +230,13 @@ pub enum RejectionCode {
     TokenNotFound = 20,
     TokenAlreadyExists = 21,
     LastAdminToken = 22,
+    MemberNotFound = 9,
+    MemberRetired = 10,
 }
 
 impl RejectionCode {
     /// Every code.
-    pub const ALL: [RejectionCode; 11] = [
+    pub const ALL: [RejectionCode; 13] = [
         Self::WorkerNotFound,
         Self::WorkerAlreadyExists,
         Self::WorkerCreateInProgress,
@@ -226,6 +248,8 @@ impl RejectionCode {
         Self::TokenNotFound,
         Self::TokenAlreadyExists,
         Self::LastAdminToken,
+        Self::MemberNotFound,
+        Self::MemberRetired,
     ];
 }
 
@@ -251,6 +275,8 @@ pub struct Outcome {
     pub revision: Revision,
     /// The worker it was about: for a creation, the id that the URL now has.
     pub worker_id: Option<WorkerId>,
+    /// The member of the control plane it was about.
+    pub node_id: Option<NodeId>,
     /// Whether it was refused.
     pub rejection: Option<Rejection>,
 }

@@ -8,14 +8,17 @@
 //! * the revision grows by one with each command that changes something and never otherwise;
 //! * a command id is applied at most once: a repeated one returns the first outcome;
 //! * a rejected command changes nothing but the memory of command ids;
-//! * one URL is one worker.
+//! * one URL is one worker;
+//! * one disk is one member of the control plane, and its number is never given out again.
 
 mod apply;
 pub mod codec;
 pub mod command;
+pub mod members;
 mod memory;
 mod state;
 mod tokens;
 
 pub use command::{Command, CommandId, Envelope, Outcome, Rejection, RejectionCode};
+pub use members::{Member, NodeId};
 pub use state::State;

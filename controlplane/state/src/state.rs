@@ -6,6 +6,7 @@ use std::sync::Arc;
 use smg_fleet::{AdminToken, ClusterSettings, PolicyRecord, Revision, Snapshot, Worker, WorkerId};
 use uuid::Uuid;
 
+use crate::members::{Member, NodeId};
 use crate::memory::CommandMemory;
 
 /// The fleet's state at one revision. Clones share their objects, so a snapshot for a reader or a file costs pointers only.
@@ -21,6 +22,9 @@ pub struct State {
     pub(crate) tokens: BTreeMap<Uuid, Arc<AdminToken>>,
     pub(crate) settings: ClusterSettings,
     pub(crate) settings_revision: Revision,
+    pub(crate) members: BTreeMap<NodeId, Arc<Member>>,
+    /// The highest number ever given to a member.
+    pub(crate) last_node_id: NodeId,
     pub(crate) memory: CommandMemory,
 }
 
@@ -78,6 +82,11 @@ impl State {
     /// The settings of the cluster and the revision of their last change; 0 = never.
     pub fn settings(&self) -> (&ClusterSettings, Revision) {
         (&self.settings, self.settings_revision)
+    }
+
+    /// The highest number ever given to a member of the control plane; 0 = none was registered.
+    pub fn last_node_id(&self) -> NodeId {
+        self.last_node_id
     }
 
     /// What gateways receive.

@@ -5,6 +5,7 @@
 //!
 //! Invariants every store keeps
 //! * an outcome is returned only after its command is durable and applied;
+//! * any member takes writes and reads and, where it does not lead, asks the leader;
 //! * commands are applied in one order, by [`smg_state::State::apply`] alone;
 //! * after any storage error the store stops for good: [`StoreError::Failed`] from then on, never a silent retry.
 
@@ -16,15 +17,22 @@ use smg_state::{Envelope, Outcome, State};
 use thiserror::Error;
 use tokio::sync::watch;
 
+pub mod cluster;
 pub mod memory;
 pub mod raft;
+
+use cluster::{ChangeError, ClusterStatus, MemberChange, Refusal};
+use smg_state::NodeId;
 
 /// Why a store did not answer. The three classes of outcome are kept apart: did not happen, unknown, failed for good.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum StoreError {
-    /// The command was not accepted and will not happen: no leader, or not on this node.
+    /// The command was not accepted and will not happen: no leader that could take it.
     #[error("the control plane has no leader: {0}")]
     Unavailable(String),
+    /// The command will never be accepted: it is larger than this many bytes.
+    #[error("the change is larger than {0} bytes")]
+    TooLarge(usize),
     /// The command may or may not happen; retry it with the same command id.
     #[error("the outcome is unknown: {0}")]
     Unknown(String),
@@ -64,6 +72,26 @@ pub trait ClusterStore: Send + Sync + 'static {
 
     /// `Some(reason)` once the store has stopped after a storage error.
     fn failure(&self) -> watch::Receiver<Option<String>>;
+
+    /// What is known about the members: by the leader, or with `local` by this one.
+    fn cluster(&self, local: bool) -> BoxFuture<'_, Result<ClusterStatus, StoreError>>;
+
+    /// Changes the members. Returns the voters after it.
+    fn change_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
+        let _ = change;
+        let message = "this control plane has one member, always";
+        Box::pin(std::future::ready(Err(ChangeError::refused(Refusal::Unsupported, message))))
+    }
+
+    /// Whether this member hears from a leader: what it has applied is then at most moments old.
+    fn in_contact(&self) -> bool {
+        true
+    }
+
+    /// Hands the leadership to another member, when this one leads and another can. Returns when it has, or soon after it could not.
+    fn step_down(&self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
 
     /// Stops the store and waits until its files are closed.
     fn shutdown(&self) -> BoxFuture<'_, ()>;

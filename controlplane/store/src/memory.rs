@@ -10,6 +10,7 @@ use smg_fleet::Revision;
 use smg_state::{Envelope, Outcome, State};
 use tokio::sync::watch;
 
+use crate::cluster::ClusterStatus;
 use crate::{ClusterStore, Leadership, StoreError};
 
 /// The in-memory store. It is always its own leader.
@@ -64,6 +65,10 @@ impl ClusterStore for MemoryStore {
 
     fn failure(&self) -> watch::Receiver<Option<String>> {
         self.failure.subscribe()
+    }
+
+    fn cluster(&self, _local: bool) -> BoxFuture<'_, Result<ClusterStatus, StoreError>> {
+        async move { Ok(ClusterStatus { leader: Some(0), ..ClusterStatus::default() }) }.boxed()
     }
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {

@@ -5,3 +5,8 @@
 pub mod sync {
     tonic::include_proto!("smg.sync.v1");
 }
+
+/// What members of the control plane say to each other.
+pub mod raft {
+    tonic::include_proto!("smg.raft.v1");
+}

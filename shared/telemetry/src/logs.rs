@@ -43,7 +43,8 @@ pub fn init(options: &LogOptions) -> Result<(), LogError> {
         _ => {
             let level = if options.level.is_empty() { "info" } else { options.level.as_str() };
             // Crate targets start with `smg_`, the documented ones with `smg`: one directive covers both.
-            format!("warn,smg={level}")
+            // The consensus library warns of each heartbeat to a member that is gone; who is gone is told once, by the store.
+            format!("warn,openraft=error,smg={level}")
         }
     };
     let filter = EnvFilter::try_new(&directives)

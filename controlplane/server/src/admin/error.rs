@@ -1,7 +1,7 @@
 //! Codes and statuses of the admin API. Every error of every handler passes here.
 //!
 //! The codes of `/workers` are those of the documented system; `STORE_FAILED`, `CONTROL_PLANE_UNAVAILABLE`, `OUTCOME_UNKNOWN`,
-//! `REVISION_CONFLICT`, `POLICY_NOT_FOUND`, `LIMIT_EXCEEDED`, `NOT_FOUND`, `METHOD_NOT_ALLOWED`,
+//! `REVISION_CONFLICT`, `POLICY_NOT_FOUND`, those of `/fleet/cluster`, `LIMIT_EXCEEDED`, `NOT_FOUND`, `METHOD_NOT_ALLOWED`,
 //! `UNAUTHORIZED`, `FORBIDDEN`, `TOKEN_NOT_FOUND`, `TOKEN_ALREADY_EXISTS` and `LAST_ADMIN_TOKEN` are additions.
 
 use axum::Json;
@@ -11,6 +11,7 @@ use serde_json::json;
 use smg_fleet::access::Denied;
 use smg_state::{Rejection, RejectionCode};
 use smg_store::StoreError;
+use smg_store::cluster::{ChangeError, Refusal};
 use thiserror::Error;
 
 use super::access::challenge;
@@ -46,6 +47,9 @@ pub enum ApiError {
     /// The store did not answer.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The members do not change that way.
+    #[error("{1}")]
+    Members(Refusal, String),
     /// No such resource.
     #[error("{0}")]
     UnknownRoute(String),
@@ -62,6 +66,15 @@ impl From<WriteError> for ApiError {
         match error {
             WriteError::Store(error) => Self::Store(error),
             WriteError::Rejected(rejection) => Self::Rejected(rejection),
+        }
+    }
+}
+
+impl From<ChangeError> for ApiError {
+    fn from(error: ChangeError) -> Self {
+        match error {
+            ChangeError::Store(error) => Self::Store(error),
+            ChangeError::Refused { code, message } => Self::Members(code, message),
         }
     }
 }
@@ -92,8 +105,21 @@ impl ApiError {
                 RejectionCode::TokenNotFound => (StatusCode::NOT_FOUND, "TOKEN_NOT_FOUND"),
                 RejectionCode::TokenAlreadyExists => (StatusCode::CONFLICT, "TOKEN_ALREADY_EXISTS"),
                 RejectionCode::LastAdminToken => (StatusCode::CONFLICT, "LAST_ADMIN_TOKEN"),
+                RejectionCode::MemberNotFound => (StatusCode::NOT_FOUND, "MEMBER_NOT_FOUND"),
+                RejectionCode::MemberRetired => (StatusCode::CONFLICT, "MEMBER_RETIRED"),
                 RejectionCode::JobSuperseded => (StatusCode::INTERNAL_SERVER_ERROR, "INTERNAL_SERVER_ERROR"),
             },
+            Self::Members(refusal, _) => match refusal {
+                Refusal::NotAMember => (StatusCode::NOT_FOUND, "MEMBER_NOT_FOUND"),
+                Refusal::QuorumAtRisk => (StatusCode::CONFLICT, "QUORUM_AT_RISK"),
+                Refusal::EvenVoters => (StatusCode::CONFLICT, "EVEN_VOTERS"),
+                Refusal::TooManyVoters => (StatusCode::CONFLICT, "TOO_MANY_VOTERS"),
+                Refusal::NotCaughtUp => (StatusCode::CONFLICT, "NOT_CAUGHT_UP"),
+                Refusal::InProgress => (StatusCode::CONFLICT, "CHANGE_IN_PROGRESS"),
+                Refusal::Unsupported => (StatusCode::CONFLICT, "SINGLE_MEMBER"),
+                Refusal::Already => (StatusCode::CONFLICT, "NOTHING_TO_CHANGE"),
+            },
+            Self::Store(StoreError::TooLarge(_)) => (StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE"),
             Self::Store(StoreError::Failed(_)) => (StatusCode::SERVICE_UNAVAILABLE, "STORE_FAILED"),
             Self::Store(StoreError::Unknown(_)) => (StatusCode::SERVICE_UNAVAILABLE, "OUTCOME_UNKNOWN"),
             Self::Store(StoreError::Unavailable(_) | StoreError::Closed) => {

@@ -23,6 +23,7 @@ use crate::sync::gateways::Gateways;
 use crate::writer::Writer;
 
 pub mod access;
+mod cluster;
 pub mod error;
 mod fleet;
 mod intake;
@@ -64,7 +65,10 @@ pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize, ac
         .route("/fleet/tokens/{id}", get(tokens::show).delete(tokens::revoke))
         .route("/fleet/whoami", get(tokens::whoami))
         .route("/fleet/gateways", get(fleet::gateways))
-        .route("/fleet/cluster", get(fleet::cluster))
+        .route("/fleet/cluster", get(cluster::show))
+        .route("/fleet/cluster/join", post(cluster::join))
+        .route("/fleet/cluster/remove", post(cluster::remove))
+        .route("/fleet/cluster/replace", post(cluster::replace))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(admin.clone(), access::authenticate))

@@ -44,6 +44,8 @@ const MAX_NAME_BYTES: usize = 256;
 const MAX_REASON_CHARS: usize = 1_024;
 /// Most draining workers in one report of a gateway.
 const MAX_BUSY: usize = 1_000;
+/// A node that has not heard a leader for so many heartbeats sends its gateways to others, which may have.
+const LONELY_HEARTBEATS: u32 = 1;
 /// Messages between the session and the transport.
 const CHANNEL: usize = 4;
 
@@ -87,6 +89,7 @@ pub struct SyncService {
 }
 
 struct Shared {
+    store: Arc<dyn ClusterStore>,
     feed: Arc<Feed>,
     gateways: Arc<Gateways>,
     seats: Arc<Semaphore>,
@@ -104,8 +107,9 @@ impl SyncService {
         timing: Timing,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
         let feed = Arc::new(Feed::new(store.local().snapshot()));
-        let publisher = Arc::clone(&feed).follow(store, timing.window, shutdown.clone());
+        let publisher = Arc::clone(&feed).follow(Arc::clone(&store), timing.window, shutdown.clone());
         let shared = Shared {
+            store,
             feed,
             gateways: Arc::new(Gateways::new(Arc::clone(&metrics))),
             seats: Arc::new(Semaphore::new(timing.max_subscribers)),
@@ -183,6 +187,7 @@ impl Subscription {
         let mut heartbeat = interval_at(Instant::now() + timing.heartbeat, timing.heartbeat);
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut heard = Instant::now();
+        let mut lonely = 0;
         // At once, so that the gateway knows the revision it is going to reach.
         let revision = latest.borrow().snapshot.revision;
         self.heartbeat(revision).await?;
@@ -210,7 +215,13 @@ impl Subscription {
                     }
                 }
                 changed = latest.changed() => changed.map_err(|_| Some(Status::unavailable("the feed has ended")))?,
-                _ = heartbeat.tick() => self.heartbeat(published.snapshot.revision).await?,
+                _ = heartbeat.tick() => {
+                    lonely = if self.shared.store.in_contact() { 0 } else { lonely + 1 };
+                    if lonely > LONELY_HEARTBEATS {
+                        return self.go_away("this member does not hear the leader").await;
+                    }
+                    self.heartbeat(published.snapshot.revision).await?;
+                }
                 () = sleep_until(wake) => {
                     let now = Instant::now();
                     if now >= heard + timing.silence {
@@ -220,7 +231,7 @@ impl Subscription {
                         return Err(Some(Status::deadline_exceeded("the gateway did not acknowledge in time")));
                     }
                 }
-                () = shutdown.cancelled() => return self.go_away().await,
+                () = shutdown.cancelled() => return self.go_away("the control plane is shutting down").await,
             }
         }
     }
@@ -299,10 +310,10 @@ impl Subscription {
         self.send(down(down::Message::Heartbeat(heartbeat))).await
     }
 
-    async fn go_away(&self) -> Result<(), End> {
+    async fn go_away(&self, reason: &str) -> Result<(), End> {
         // Spread out, so that the gateways of a node do not all arrive at the next one at once.
         let reconnect_after_ms = rand::random_range(0..1_000);
-        let reason = "the control plane is shutting down".to_owned();
+        let reason = reason.to_owned();
         self.send(down(down::Message::GoAway(GoAway { reconnect_after_ms, reason }))).await
     }
 }

@@ -355,3 +355,14 @@ async fn a_gateway_waits_while_the_cluster_has_no_name() {
     let (_, snapshot) = gateway.full().await;
     assert_ne!(snapshot.history_id, Uuid::nil());
 }
+
+#[tokio::test]
+async fn a_node_that_hears_no_leader_sends_its_gateways_to_others() {
+    let plane = Plane::with(|options| options.sync.heartbeat = Duration::from_millis(20));
+    let channel = channel(&plane).await;
+    let mut gateway = Gateway::subscribe(&channel, "g", None).await;
+    let (nonce, snapshot) = gateway.full().await;
+    gateway.say(up::Message::Ack(Ack { nonce, revision: snapshot.revision })).await;
+    plane.store.lose_contact();
+    assert!(matches!(gateway.next().await, Received::GoAway));
+}

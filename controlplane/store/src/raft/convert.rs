@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use openraft::{BasicNode, EntryPayload};
+use openraft::EntryPayload;
 use smg_fleet::wire::WireError;
 use smg_messages::disk as pb;
 use smg_state::codec;
+use uuid::Uuid;
 
-use super::types::{Entry, LogId, Membership, SnapshotMeta, StoredMembership, Vote};
+use super::types::{Entry, LogId, Membership, Peer, SnapshotMeta, StoredMembership, Vote};
 
 type LeaderId = openraft::impls::leader_id_adv::LeaderId<u64, u64>;
 
@@ -29,6 +30,19 @@ pub(crate) fn vote_from_pb(vote: &pb::Vote) -> Vote {
     if vote.committed { Vote::new_committed(vote.term, vote.node_id) } else { Vote::new(vote.term, vote.node_id) }
 }
 
+fn peer_to_pb(peer: &Peer) -> pb::Node {
+    let storage_id = if peer.storage_id.is_nil() { Vec::new() } else { peer.storage_id.as_bytes().to_vec() };
+    pb::Node { address: peer.address.clone(), storage_id }
+}
+
+fn peer_from_pb(node: pb::Node) -> Result<Peer, WireError> {
+    let storage_id = match node.storage_id.as_slice() {
+        [] => Uuid::nil(),
+        bytes => Uuid::from_slice(bytes).map_err(|_| WireError::Field("storage_id"))?,
+    };
+    Ok(Peer { address: node.address, storage_id })
+}
+
 fn membership_to_pb(membership: &Membership) -> pb::Membership {
     pb::Membership {
         configs: membership
@@ -36,7 +50,7 @@ fn membership_to_pb(membership: &Membership) -> pb::Membership {
             .iter()
             .map(|ids| pb::NodeSet { ids: ids.iter().copied().collect() })
             .collect(),
-        nodes: membership.nodes().map(|(id, node)| (*id, pb::Node { address: node.addr.clone() })).collect(),
+        nodes: membership.nodes().map(|(id, peer)| (*id, peer_to_pb(peer))).collect(),
     }
 }
 
@@ -47,8 +61,11 @@ fn membership_from_pb(membership: pb::Membership) -> Result<Membership, WireErro
     }
     let configs: Vec<BTreeSet<u64>> =
         membership.configs.into_iter().map(|config| config.ids.into_iter().collect()).collect();
-    let nodes: BTreeMap<u64, BasicNode> =
-        membership.nodes.into_iter().map(|(id, node)| (id, BasicNode { addr: node.address })).collect();
+    let nodes: BTreeMap<u64, Peer> = membership
+        .nodes
+        .into_iter()
+        .map(|(id, node)| Ok((id, peer_from_pb(node)?)))
+        .collect::<Result<_, WireError>>()?;
     Membership::new(configs, nodes).map_err(|_| WireError::Field("membership"))
 }
 

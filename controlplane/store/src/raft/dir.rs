@@ -2,35 +2,35 @@
 //!
 //! * `LOCK`: locked by the process that uses the directory;
 //! * `raft.redb`: the log ([`super::database`]);
+//! * `JOINING`: instead of a log while a new member has no number yet, the id of its disk;
 //! * `snap-<term>-<index>.smgsnap`: snapshots of the state ([`super::snapshot`]).
 //!
 //! Only the owner may read them: they hold the engines' API keys. Opening never removes or overwrites anything but unfinished files of
 //! its own (`*.tmp`); whatever else is unexpected is refused with words for the operator.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use redb::Database;
 use smg_messages::disk as pb;
+use smg_state::members::FOUNDER;
 use thiserror::Error;
 use uuid::Uuid;
 
 use super::database::{self, DATA_VERSION, Recovered, Unusable};
+use super::frame::{frame, unframe};
 
 const LOCK: &str = "LOCK";
 const LOG: &str = "raft.redb";
+const JOINING: &str = "JOINING";
 /// Ends the name of a file that is being written.
 pub(crate) const UNFINISHED: &str = ".tmp";
 /// Ends the name of a snapshot.
 pub(crate) const SNAPSHOT: &str = ".smgsnap";
 /// What file systems put into the root of an empty volume.
 const LOST_AND_FOUND: &str = "lost+found";
-
-/// The id of the member that starts a cluster. Later members get theirs from the log; none is used twice.
-const FIRST_NODE: u64 = 1;
 
 /// Why a store did not open. Nothing on disk was removed or overwritten.
 #[derive(Debug, Error)]
@@ -39,7 +39,9 @@ pub enum OpenError {
     #[error("the data directory {0} is in use by another process: stop that process, or choose another directory")]
     InUse(PathBuf),
     /// There is no data, and no order to start a new cluster.
-    #[error("there is no cluster data in {0}: check the path, or start a new cluster with --bootstrap")]
+    #[error(
+        "there is no cluster data in {0}: check the path, or start a new cluster with --bootstrap, or join one with --join"
+    )]
     Empty(PathBuf),
     /// The directory is not empty and not ours.
     #[error("{path} holds '{name}', which is not of this program: a new cluster needs an empty directory of its own")]
@@ -84,6 +86,9 @@ pub enum OpenError {
         /// The answer.
         source: io::Error,
     },
+    /// The cluster does not take this member.
+    #[error("the cluster does not take this member: {0}")]
+    Join(String),
     /// The log is fine but the member did not come up.
     #[error("the control plane's log did not start: {0}")]
     Start(String),
@@ -114,14 +119,20 @@ pub(crate) fn open(path: &Path, bootstrap: bool) -> Result<Opened, OpenError> {
     } else if !exists()? {
         // Before the lock, so that a mistyped path leaves no trace.
         if path.is_dir() {
-            check_empty(path)?;
+            check_empty(path, false)?;
         }
         return Err(OpenError::Empty(path.to_owned()));
     }
     let lock = lock(path)?;
     if !exists()? {
-        check_empty(path)?;
-        create(path, &log)?;
+        check_empty(path, false)?;
+        let identity = pb::NodeIdentity {
+            cluster_id: Uuid::new_v4().as_bytes().to_vec(),
+            node_id: FOUNDER,
+            storage_id: Uuid::new_v4().as_bytes().to_vec(),
+            created_at_unix_ms: super::unix_millis(),
+        };
+        create(path, &log, &identity)?;
     }
     remove_unfinished(path)?;
     let (database, recovered) = database::open(&log).map_err(|error| unusable(&log, "open", error))?;
@@ -154,12 +165,50 @@ pub(crate) fn names(path: &Path) -> Result<Vec<String>, OpenError> {
     Ok(names)
 }
 
-fn check_empty(path: &Path) -> Result<(), OpenError> {
+/// Prepares an empty directory for a member that has no number yet: the id of its disk, the same at each call. `None` when the directory has
+/// a log already. The directory is locked until the file is closed.
+pub(crate) fn prepare_joining(path: &Path) -> Result<Option<(Uuid, File)>, OpenError> {
+    let log = path.join(LOG);
+    if log.try_exists().map_err(OpenError::io("look for", &log))? {
+        return Ok(None);
+    }
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(OpenError::io("create", path))?;
+    let lock = lock(path)?;
+    check_empty(path, true)?;
+    let joining = path.join(JOINING);
+    if joining.try_exists().map_err(OpenError::io("look for", &joining))? {
+        let bytes = fs::read(&joining).map_err(OpenError::io("read", &joining))?;
+        let kept = unframe::<pb::Joining>(&bytes).ok().and_then(|kept| Uuid::from_slice(&kept.storage_id).ok());
+        let reason = "it does not say whose disk this is".to_owned();
+        return kept.map(|id| Some((id, lock))).ok_or(OpenError::Damaged { path: joining, reason });
+    }
+    let storage_id = Uuid::new_v4();
+    let unfinished = path.join(format!("{JOINING}{UNFINISHED}"));
+    let written = || -> io::Result<()> {
+        let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
+        file.write_all(&frame(&pb::Joining { storage_id: storage_id.as_bytes().to_vec() }))?;
+        file.sync_all()?;
+        fs::rename(&unfinished, &joining)?;
+        sync(path)
+    };
+    written().map_err(OpenError::io("write", &joining))?;
+    Ok(Some((storage_id, lock)))
+}
+
+/// Gives a prepared directory its log.
+pub(crate) fn finish_joining(path: &Path, identity: &pb::NodeIdentity) -> Result<(), OpenError> {
+    create(path, &path.join(LOG), identity)?;
+    let joining = path.join(JOINING);
+    fs::remove_file(&joining).map_err(OpenError::io("remove", &joining))
+}
+
+fn check_empty(path: &Path, joining: bool) -> Result<(), OpenError> {
     for name in names(path)? {
         if name.ends_with(SNAPSHOT) {
             return Err(OpenError::LogMissing(path.to_owned()));
         }
-        if name != LOCK && name != LOST_AND_FOUND && !is_unfinished(&name) {
+        let expected = name == LOCK || name == LOST_AND_FOUND || is_unfinished(&name) || (joining && name == JOINING);
+        if !expected {
             return Err(OpenError::Foreign { path: path.to_owned(), name });
         }
     }
@@ -167,7 +216,7 @@ fn check_empty(path: &Path) -> Result<(), OpenError> {
 }
 
 fn is_unfinished(name: &str) -> bool {
-    name.strip_suffix(UNFINISHED).is_some_and(|name| name == LOG || name.ends_with(SNAPSHOT))
+    name.strip_suffix(UNFINISHED).is_some_and(|name| name == LOG || name == JOINING || name.ends_with(SNAPSHOT))
 }
 
 fn remove_unfinished(path: &Path) -> Result<(), OpenError> {
@@ -179,16 +228,9 @@ fn remove_unfinished(path: &Path) -> Result<(), OpenError> {
 }
 
 /// Creates the log whole or not at all.
-fn create(path: &Path, log: &Path) -> Result<(), OpenError> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let identity = pb::NodeIdentity {
-        cluster_id: Uuid::new_v4().as_bytes().to_vec(),
-        node_id: FIRST_NODE,
-        storage_id: Uuid::new_v4().as_bytes().to_vec(),
-        created_at_unix_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
-    };
+fn create(path: &Path, log: &Path, identity: &pb::NodeIdentity) -> Result<(), OpenError> {
     let unfinished = path.join(format!("{LOG}{UNFINISHED}"));
-    database::create(&unfinished, &identity).map_err(|error| unusable(&unfinished, "create", error))?;
+    database::create(&unfinished, identity).map_err(|error| unusable(&unfinished, "create", error))?;
     fs::rename(&unfinished, log).map_err(OpenError::io("name", log))?;
     sync(path).map_err(OpenError::io("sync", path))
 }

@@ -3,32 +3,38 @@
 //! Problem: an acknowledged write must survive a crash at any instruction, a full disk and a damaged sector, or the damage must be noticed.
 //!
 //! How the parts share the work: [`dir`] says who may use a directory, [`database`] verifies the log's file, [`writer`] alone writes it,
-//! [`log`] shows it to openraft, [`snapshot`] keeps the state as files, [`machine`] applies commands and publishes the state, [`network`]
-//! leads to other members, [`failure`] stops everything after the first storage error.
+//! [`log`] shows it to openraft, [`snapshot`] keeps the state as files, [`machine`] applies commands and publishes the state, [`failure`]
+//! stops everything after the first storage error.
+//!
+//! Between members: [`identity`] says whose calls count, [`links`] keeps the connections, [`network`] sends what openraft says and [`peer`]
+//! answers it, [`parts`] carries snapshots, [`propose`] takes writes and reads to the leader, [`join`] lets new members in, [`plan`] decides
+//! how the membership changes and [`members`] changes it, [`status`] tells of it.
 //!
 //! Invariants
 //! * openraft is told that a vote or an entry is durable only after the commit that holds it;
 //! * what was read was verified: pages and frames at open, frames again at every read, snapshots by checksum;
-//! * a proposal that openraft took is never reported as "did not happen".
+//! * a proposal that openraft took, or that may have reached another member, is never reported as "did not happen";
+//! * a call between members counts only if both are who they mean each other to be.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use openraft::async_runtime::WatchReceiver;
-use openraft::errors::{ClientWriteError, Fatal, LinearizableReadError, RaftError};
-use openraft::raft::ReadPolicy;
-use openraft::{BasicNode, Config, Raft, ServerState, SnapshotPolicy};
+use openraft::errors::Fatal;
+use openraft::{Instant as _, Raft, ServerState};
+use parking_lot::Mutex;
 use smg_fleet::Revision;
-use smg_messages::disk as pb;
-use smg_state::{Command, Envelope, Outcome, State};
+use smg_state::members::FOUNDER;
+use smg_state::{Command, Envelope, NodeId, Outcome, State};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use crate::cluster::{ChangeError, ClusterStatus, MemberChange};
 use crate::{ClusterStore, Leadership, StoreError};
 
 mod convert;
@@ -36,10 +42,20 @@ mod database;
 mod dir;
 mod failure;
 mod frame;
+mod identity;
+mod join;
+mod links;
 mod log;
 mod machine;
+mod members;
 mod network;
+mod options;
+mod parts;
+mod peer;
+mod plan;
+mod propose;
 mod snapshot;
+mod status;
 mod types;
 mod writer;
 
@@ -48,98 +64,23 @@ mod writer;
 mod tests;
 
 pub use dir::OpenError;
+pub use options::{NodeIdentity, Patience, RaftOptions};
+pub use peer::PeerService;
 pub use writer::StoreStats;
 
 use failure::Failure;
+use identity::Refused;
+use join::Addresses;
+use links::Links;
 use log::{LogStore, Shared};
 use machine::{Machine, Published};
+use options::MAX_IN_FLIGHT;
 use snapshot::Snapshots;
-use types::TypeConfig;
+use types::{Peer, StoredMembership, TypeConfig};
 use writer::WriterThread;
 
-/// How long a write or a barrier may take.
-const DEADLINE: Duration = Duration::from_secs(5);
 /// How long a lone voter may take to lead again. Milliseconds on any disk that works.
 const START_DEADLINE: Duration = Duration::from_secs(30);
-/// Most writes on their way.
-const MAX_IN_FLIGHT: usize = 1024;
-
-/// Where and how to open a store.
-#[derive(Debug, Clone)]
-pub struct RaftOptions {
-    /// A directory of the store's own.
-    pub data_dir: PathBuf,
-    /// `host:port` under which other members reach this one. Recorded when the cluster starts.
-    pub address: String,
-    /// Whether an empty directory may become the first member of a new cluster. Without effect on a directory that has one.
-    pub bootstrap: bool,
-    /// Entries between two snapshots.
-    pub snapshot_every: u64,
-    /// Entries to keep behind a snapshot, so that a member that was away for a moment needs no snapshot and a damaged one can be skipped.
-    pub keep_entries: u64,
-}
-
-impl RaftOptions {
-    /// The usual cadence, for a directory that has a cluster already.
-    pub fn new(data_dir: impl Into<PathBuf>, address: impl Into<String>) -> Self {
-        Self {
-            data_dir: data_dir.into(),
-            address: address.into(),
-            bootstrap: false,
-            snapshot_every: 5_000,
-            keep_entries: 10_000,
-        }
-    }
-
-    /// Lets an empty directory become the first member of a new cluster.
-    #[must_use]
-    pub fn bootstrap(mut self, bootstrap: bool) -> Self {
-        self.bootstrap = bootstrap;
-        self
-    }
-
-    fn config(&self) -> Config {
-        Config {
-            cluster_name: "smg".into(),
-            heartbeat_interval: 250,
-            election_timeout_min: 1_000,
-            election_timeout_max: 2_000,
-            install_snapshot_timeout: 10_000,
-            snapshot_policy: SnapshotPolicy::LogsSinceLast(self.snapshot_every),
-            max_in_snapshot_log_to_keep: self.keep_entries,
-            purge_batch_size: 256,
-            api_channel_size: Some(2 * MAX_IN_FLIGHT as u64),
-            enable_pre_vote: Some(true),
-            // A leader that comes back must be elected again: only a new term proves what was committed.
-            enable_leader_restore: Some(false),
-            ..Config::default()
-        }
-    }
-}
-
-/// Who a member is, as its directory says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NodeIdentity {
-    /// The cluster it belongs to.
-    pub cluster_id: Uuid,
-    /// Its number in the cluster; never used twice.
-    pub node_id: u64,
-    /// Its disk: a wiped one is another member.
-    pub storage_id: Uuid,
-    /// When the directory was created.
-    pub created_at_unix_ms: u64,
-}
-
-impl NodeIdentity {
-    fn from_pb(identity: &pb::NodeIdentity) -> Option<Self> {
-        Some(Self {
-            cluster_id: Uuid::from_slice(&identity.cluster_id).ok()?,
-            node_id: identity.node_id,
-            storage_id: Uuid::from_slice(&identity.storage_id).ok()?,
-            created_at_unix_ms: identity.created_at_unix_ms,
-        })
-    }
-}
 
 type RaftNode = Raft<TypeConfig, Machine>;
 
@@ -152,6 +93,17 @@ pub struct RaftStore {
     failure: Arc<Failure>,
     leadership: watch::Sender<Leadership>,
     in_flight: Arc<Semaphore>,
+    links: Arc<Links>,
+    patience: Patience,
+    settle: Duration,
+    with_peers: bool,
+    /// When the leader was heard last.
+    heard_at: Mutex<Instant>,
+    /// Held while the membership is changed.
+    kept_up: tokio::sync::Mutex<members::KeptUp>,
+    /// Held while a snapshot comes in.
+    installing: tokio::sync::Mutex<()>,
+    refusals: Refusals,
     /// Cancelled when the store is told to stop, or dropped.
     stop: CancellationToken,
     /// Cancelled once its files are closed.
@@ -172,10 +124,14 @@ impl Drop for RaftStore {
 
 impl RaftStore {
     /// Opens a directory and starts its member. A lone voter leads, and has applied everything it acknowledged before, when this returns.
+    /// A new member waits until the cluster it joins has given it a number; it has no state yet then.
     ///
     /// # Errors
     /// When the directory is in use, unusable or damaged, or the member does not come up. See [`OpenError`].
     pub async fn open(options: RaftOptions) -> Result<Arc<Self>, OpenError> {
+        if !options.join.is_empty() && !options.bootstrap {
+            join::enter(&options).await?;
+        }
         let files = {
             let options = options.clone();
             tokio::task::spawn_blocking(move || Files::open(&options)).await
@@ -197,7 +153,9 @@ impl RaftStore {
             Ok(config) => Arc::new(config),
             Err(error) => return Err(OpenError::Start(error.to_string())),
         };
-        let raft = match RaftNode::new(identity.node_id, config, network::Peers, log, machine).await {
+        let links = Arc::new(Links::new(identity, options.source));
+        let peers = network::Peers::new(identity.node_id, Arc::clone(&links));
+        let raft = match RaftNode::new(identity.node_id, config, peers, log, machine).await {
             Ok(raft) => raft,
             Err(error) => {
                 let error = start(&error);
@@ -213,6 +171,14 @@ impl RaftStore {
             failure: Arc::clone(&failure),
             leadership: watch::Sender::new(Leadership::Follower),
             in_flight: Arc::new(Semaphore::new(MAX_IN_FLIGHT)),
+            links,
+            patience: options.patience,
+            settle: options.settle,
+            with_peers: options.with_peers,
+            heard_at: Mutex::new(Instant::now()),
+            kept_up: tokio::sync::Mutex::default(),
+            installing: tokio::sync::Mutex::default(),
+            refusals: Refusals::default(),
             stop: CancellationToken::new(),
             stopped: CancellationToken::new(),
         });
@@ -228,7 +194,14 @@ impl RaftStore {
             .run(),
         );
         match store.start(&options).await {
-            Ok(()) => Ok(store),
+            Ok(()) => {
+                if options.with_peers {
+                    tokio::spawn(members::tend(Arc::downgrade(&store)));
+                    let announce = members::announce(Arc::downgrade(&store), Addresses::of(&options), options.join);
+                    tokio::spawn(announce);
+                }
+                Ok(store)
+            }
             Err(error) => {
                 let error = store.failure.reason().map_or(error, OpenError::Start);
                 store.shutdown().await;
@@ -242,11 +215,16 @@ impl RaftStore {
         let failed = |error: &dyn std::fmt::Display| OpenError::Start(error.to_string());
         let id = self.identity.node_id;
         if !self.raft.is_initialized().await.map_err(|error| failed(&error))? {
+            if id != FOUNDER {
+                // It has joined and waits for the leader.
+                return Ok(());
+            }
             if !options.bootstrap {
                 return Err(OpenError::Empty(options.data_dir.clone()));
             }
             // Elects the lone voter at once.
-            let members = BTreeMap::from([(id, BasicNode::new(&options.address))]);
+            let members =
+                BTreeMap::from([(id, Peer { address: options.address.clone(), storage_id: self.identity.storage_id })]);
             self.raft.initialize(members).await.map_err(|error| failed(&error))?;
         } else if self.raft.voter_ids().eq([id]) {
             // Nobody else could win, so there is no reason to wait for the election timeout.
@@ -274,11 +252,10 @@ impl RaftStore {
     }
 
     async fn name_cluster(&self) -> Result<(), OpenError> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let envelope = Envelope {
             command_id: Uuid::new_v4(),
             actor: "bootstrap".into(),
-            proposed_at_unix_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
+            proposed_at_unix_ms: unix_millis(),
             expected_revision: None,
             command: Command::InitCluster { cluster_id: self.identity.cluster_id, history_id: Uuid::new_v4() },
         };
@@ -301,6 +278,43 @@ impl RaftStore {
         MAX_IN_FLIGHT - self.in_flight.available_permits()
     }
 
+    /// Turns true when this member was removed from the cluster: it should stop, and its directory is of no more use.
+    pub fn retired(&self) -> watch::Receiver<bool> {
+        self.links.retired().subscribe()
+    }
+
+    /// The membership in this member's log.
+    fn membership(&self) -> Arc<StoredMembership> {
+        Arc::clone(&self.raft.metrics().borrow_watched().membership_config)
+    }
+
+    /// Who leads, as far as this member knows.
+    fn leader(&self) -> Option<NodeId> {
+        self.raft.metrics().borrow_watched().current_leader
+    }
+
+    fn leads(&self) -> bool {
+        self.raft.metrics().borrow_watched().state == ServerState::Leader
+    }
+
+    /// Notes a sign of life of the leader.
+    fn heard(&self) {
+        *self.heard_at.lock() = Instant::now();
+    }
+
+    /// Whether the leader was heard lately; a leader hears itself while a quorum answers.
+    fn contact(&self) -> bool {
+        let lately = 3 * self.patience.election;
+        if !self.with_peers || self.heard_at.lock().elapsed() < lately {
+            return true;
+        }
+        let metrics = self.raft.metrics();
+        let metrics = metrics.borrow_watched();
+        metrics.state == ServerState::Leader
+            && (metrics.membership_config.voter_ids().eq([self.identity.node_id])
+                || metrics.last_quorum_acked.as_ref().is_some_and(|at| at.elapsed() < lately))
+    }
+
     /// Refuses what has not begun once the store failed or stops.
     fn check(&self) -> Result<(), StoreError> {
         match self.failure.reason() {
@@ -308,6 +322,27 @@ impl RaftStore {
             None if self.stop.is_cancelled() => Err(StoreError::Closed),
             None => Ok(()),
         }
+    }
+}
+
+/// Milliseconds since the Unix epoch, for records that people read.
+fn unix_millis() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Logs refused calls: each kind at once, the same one again only after a while.
+#[derive(Debug, Default)]
+struct Refusals(Mutex<Option<(Refused, Instant)>>);
+
+impl Refusals {
+    fn log(&self, refused: &Refused) {
+        let mut last = self.0.lock();
+        if last.as_ref().is_some_and(|(known, at)| known == refused && at.elapsed() < Duration::from_secs(30)) {
+            return;
+        }
+        tracing::warn!(target: "smg", reason = %refused, "refusing a call of another member");
+        *last = Some((refused.clone(), Instant::now()));
     }
 }
 
@@ -392,50 +427,11 @@ impl Supervisor {
 
 impl ClusterStore for RaftStore {
     fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Outcome, StoreError>> {
-        async move {
-            self.check()?;
-            let permit = Arc::clone(&self.in_flight)
-                .try_acquire_owned()
-                .map_err(|_| StoreError::Unavailable("too many writes in flight".into()))?;
-            let id = envelope.command_id;
-            let unknown = |why: &dyn std::fmt::Display| StoreError::Unknown(format!("command {id}: {why}"));
-            let raft = self.raft.clone();
-            // A task of its own: the write stays counted until it is over, whatever becomes of its caller.
-            let write = tokio::spawn(async move {
-                let result = raft.client_write(envelope).await;
-                drop(permit);
-                result
-            });
-            match tokio::time::timeout(DEADLINE, write).await {
-                Err(_) => Err(unknown(&format_args!("not confirmed within {} s", DEADLINE.as_secs()))),
-                Ok(Err(join)) => Err(unknown(&join)),
-                Ok(Ok(Ok(response))) => response.data.ok_or_else(|| unknown(&"it was applied without an outcome")),
-                Ok(Ok(Err(RaftError::APIError(ClientWriteError::ForwardToLeader(forward))))) => {
-                    Err(StoreError::Unavailable(forward.to_string()))
-                }
-                Ok(Ok(Err(other))) => Err(unknown(&other)),
-            }
-        }
-        .boxed()
+        self.propose_anywhere(envelope).boxed()
     }
 
     fn read_barrier(&self) -> BoxFuture<'_, Result<Revision, StoreError>> {
-        async move {
-            self.check()?;
-            let barrier = self.raft.ensure_linearizable(ReadPolicy::ReadIndex);
-            match tokio::time::timeout(DEADLINE, barrier).await {
-                Err(_) => Err(StoreError::Unavailable(format!("no quorum within {} s", DEADLINE.as_secs()))),
-                Ok(Ok(_)) => Ok(self.published.state.load().revision()),
-                Ok(Err(RaftError::APIError(
-                    error @ (LinearizableReadError::ForwardToLeader(_) | LinearizableReadError::QuorumNotEnough(_)),
-                ))) => Err(StoreError::Unavailable(error.to_string())),
-                Ok(Err(RaftError::Fatal(fatal))) => {
-                    self.check()?;
-                    Err(StoreError::Unavailable(fatal.to_string()))
-                }
-            }
-        }
-        .boxed()
+        self.read_barrier_anywhere().boxed()
     }
 
     fn local(&self) -> Arc<State> {
@@ -452,6 +448,22 @@ impl ClusterStore for RaftStore {
 
     fn failure(&self) -> watch::Receiver<Option<String>> {
         self.failure.subscribe()
+    }
+
+    fn cluster(&self, local: bool) -> BoxFuture<'_, Result<ClusterStatus, StoreError>> {
+        self.status_anywhere(local).boxed()
+    }
+
+    fn change_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
+        self.change_anywhere(change).boxed()
+    }
+
+    fn in_contact(&self) -> bool {
+        self.contact()
+    }
+
+    fn step_down(&self) -> BoxFuture<'_, ()> {
+        self.step_down_here().boxed()
     }
 
     fn shutdown(&self) -> BoxFuture<'_, ()> {

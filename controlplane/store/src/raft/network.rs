@@ -1,96 +1,207 @@
-//! The way to other members. A cluster of one voter has none: every target is unreachable.
+//! Replication, votes and snapshots, as openraft sends them.
 //!
-//! Unreachable is an answer of its own, different from silence: it never counts as a vote or an acknowledgement.
+//! Unreachable is an answer of its own, different from silence: it never counts as a vote or an acknowledgement. The pre-vote that the
+//! library would grant by default is a real question here, else every isolated member would be an eager candidate.
 
 use std::future::Future;
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
-use openraft::errors::{RPCError, ReplicationClosed, StreamingError, Unreachable};
+use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Timeout, Unreachable};
 use openraft::network::RPCOption;
 use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderRequest, TransferLeaderResponse,
     VoteRequest, VoteResponse,
 };
 use openraft::type_config::alias::SnapshotOf;
-use openraft::{BasicNode, OptionalSend, RaftNetworkFactory, RaftNetworkV2};
-use smg_state::State;
-use thiserror::Error;
+use openraft::{OptionalSend, RPCTypes, RaftNetworkFactory, RaftNetworkV2};
+use prost::Message;
+use smg_services::raft as pb;
+use smg_state::{NodeId, State};
 
-use super::types::{TypeConfig, Vote};
+use super::convert;
+use super::links::{CallError, Link, Links};
+use super::parts;
+use super::snapshot;
+use super::types::{LogId, Peer, TypeConfig, Vote};
 
-/// There is no transport to this member.
-#[derive(Debug, Clone, Error)]
-#[error("member {target} at {address} is unreachable: this process has no connection to other members")]
-struct NoRoute {
-    target: u64,
-    address: String,
+/// Most bytes of entries in one call; at least one entry is always sent.
+const BATCH_BYTES: usize = 4 << 20;
+/// For entries, which the other member answers after its disk has them.
+const APPEND_TIMEOUT: Duration = Duration::from_secs(5);
+/// For a snapshot, and for each MiB of it on top.
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Makes the network of one member.
+#[derive(Debug, Clone)]
+pub(crate) struct Peers {
+    me: NodeId,
+    links: Arc<Links>,
 }
 
-/// Makes the connections of one node.
-#[derive(Debug, Default)]
-pub(crate) struct Peers;
-
-/// The connection to one member.
-#[derive(Debug)]
-pub(crate) struct Peer(NoRoute);
-
-impl Peer {
-    fn unreachable(&self) -> Unreachable<TypeConfig> {
-        Unreachable::new(&self.0)
+impl Peers {
+    pub fn new(me: NodeId, links: Arc<Links>) -> Self {
+        Self { me, links }
     }
+}
+
+/// The way to one member, at whatever address it has when it is called.
+#[derive(Debug)]
+pub(crate) struct PeerNetwork {
+    me: NodeId,
+    target: NodeId,
+    links: Arc<Links>,
 }
 
 impl RaftNetworkFactory<TypeConfig> for Peers {
-    type Network = Peer;
+    type Network = PeerNetwork;
 
-    async fn new_client(&mut self, target: u64, node: &BasicNode) -> Peer {
-        Peer(NoRoute { target, address: node.addr.clone() })
+    async fn new_client(&mut self, target: NodeId, peer: &Peer) -> PeerNetwork {
+        if let Err(reason) = self.links.to(target, &peer.address, peer.storage_id) {
+            tracing::error!(target: "smg", member = target, reason, "the address of a member is none");
+        }
+        PeerNetwork { me: self.me, target, links: Arc::clone(&self.links) }
     }
 }
 
-impl RaftNetworkV2<TypeConfig> for Peer {
+impl PeerNetwork {
+    fn link(&self) -> Result<Arc<Link>, Unreachable<TypeConfig>> {
+        self.links.known(self.target).ok_or_else(|| Unreachable::from_string("its address is not known"))
+    }
+
+    fn failed(&self, action: RPCTypes, limit: Duration, error: CallError) -> RPCError<TypeConfig> {
+        match error {
+            CallError::NotSent(message) | CallError::Refused(message) => Unreachable::from_string(message).into(),
+            CallError::Lost(message) if message.starts_with("no answer") => {
+                Timeout { action, id: self.me, target: self.target, timeout: limit }.into()
+            }
+            CallError::Lost(message) => NetworkError::from_string(message).into(),
+        }
+    }
+
+    async fn ask_for_vote(
+        &self,
+        rpc: VoteRequest<TypeConfig>,
+        pre_vote: bool,
+        option: &RPCOption,
+    ) -> Result<VoteResponse<TypeConfig>, RPCError<TypeConfig>> {
+        let link = self.link()?;
+        let request = link.request(pb::VoteRequest {
+            vote: Some(convert::vote_to_pb(&rpc.vote)),
+            last: rpc.last_log_id.as_ref().map(convert::log_id_to_pb),
+            leadership_transfer: rpc.leadership_transfer,
+            pre_vote,
+        });
+        let limit = option.soft_ttl();
+        let answer = link.answer(limit, link.client().vote(request)).await;
+        let answer = answer.map_err(|error| self.failed(RPCTypes::Vote, limit, error))?;
+        let vote = answer.vote.as_ref().map(convert::vote_from_pb).ok_or_else(|| incomplete("a vote"))?;
+        Ok(VoteResponse::new(vote, answer.last.as_ref().map(convert::log_id_from_pb), answer.granted))
+    }
+}
+
+fn incomplete(what: &str) -> RPCError<TypeConfig> {
+    NetworkError::from_string(format!("the answer is not complete: {what} is missing")).into()
+}
+
+impl RaftNetworkV2<TypeConfig> for PeerNetwork {
     type SnapshotData = Arc<State>;
 
     async fn append_entries(
         &mut self,
-        _rpc: AppendEntriesRequest<TypeConfig>,
-        _option: RPCOption,
+        rpc: AppendEntriesRequest<TypeConfig>,
+        option: RPCOption,
     ) -> Result<AppendEntriesResponse<TypeConfig>, RPCError<TypeConfig>> {
-        Err(self.unreachable().into())
+        let link = self.link()?;
+        let (mut bytes, mut entries, mut sent) = (0, Vec::new(), None::<LogId>);
+        for entry in &rpc.entries {
+            let message = convert::entry_to_pb(entry);
+            bytes += message.encoded_len();
+            if bytes > BATCH_BYTES && !entries.is_empty() {
+                break;
+            }
+            sent = Some(entry.log_id);
+            entries.push(message);
+        }
+        let all = entries.len() == rpc.entries.len();
+        let limit = if entries.is_empty() { option.soft_ttl() } else { APPEND_TIMEOUT };
+        let request = link.request(pb::AppendRequest {
+            vote: Some(convert::vote_to_pb(&rpc.vote)),
+            previous: rpc.prev_log_id.as_ref().map(convert::log_id_to_pb),
+            entries,
+            leader_commit: rpc.leader_commit.as_ref().map(convert::log_id_to_pb),
+        });
+        let answer = link.answer(limit, link.client().append(request)).await;
+        let answer = answer.map_err(|error| self.failed(RPCTypes::AppendEntries, limit, error))?;
+        use pb::append_response::Result as Pb;
+        Ok(match answer.result.ok_or_else(|| incomplete("the result"))? {
+            Pb::Success(_) if all => AppendEntriesResponse::Success,
+            Pb::Success(_) => AppendEntriesResponse::PartialSuccess(sent),
+            Pb::Partial(upto) => AppendEntriesResponse::PartialSuccess(Some(convert::log_id_from_pb(&upto))),
+            Pb::Conflict(_) => AppendEntriesResponse::Conflict,
+            Pb::HigherVote(vote) => AppendEntriesResponse::HigherVote(convert::vote_from_pb(&vote)),
+        })
     }
 
     async fn vote(
         &mut self,
-        _rpc: VoteRequest<TypeConfig>,
-        _option: RPCOption,
+        rpc: VoteRequest<TypeConfig>,
+        option: RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RPCError<TypeConfig>> {
-        Err(self.unreachable().into())
+        self.ask_for_vote(rpc, false, &option).await
     }
 
-    // The default would grant, and make every isolated node an eager candidate.
     async fn pre_vote(
         &mut self,
-        _rpc: VoteRequest<TypeConfig>,
-        _option: RPCOption,
+        rpc: VoteRequest<TypeConfig>,
+        option: RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RPCError<TypeConfig>> {
-        Err(self.unreachable().into())
+        self.ask_for_vote(rpc, true, &option).await
     }
 
     async fn full_snapshot(
         &mut self,
-        _vote: Vote,
-        _snapshot: SnapshotOf<TypeConfig, Arc<State>>,
-        _cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
+        vote: Vote,
+        snapshot: SnapshotOf<TypeConfig, Arc<State>>,
+        cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
         _option: RPCOption,
     ) -> Result<SnapshotResponse<TypeConfig>, StreamingError<TypeConfig>> {
-        Err(self.unreachable().into())
+        let link = self.link()?;
+        let encoded = tokio::task::spawn_blocking(move || Arc::<[u8]>::from(snapshot::encode(&snapshot))).await;
+        let bytes = encoded.map_err(|error| NetworkError::from_string(error.to_string()))?;
+        let mebibytes = u32::try_from(bytes.len() >> 20).unwrap_or(u32::MAX);
+        let limit = SNAPSHOT_TIMEOUT + Duration::from_secs(1) * mebibytes;
+        let parts = parts::cut(bytes, convert::vote_to_pb(&vote));
+        let request = link.request(tokio_stream::iter(parts));
+        let mut client = link.bulk_client();
+        let answer = pin!(link.answer(limit, client.install(request)));
+        let answer = tokio::select! {
+            answer = answer => answer,
+            closed = cancel => return Err(closed.into()),
+        };
+        let answer = answer.map_err(|error| self.failed(RPCTypes::InstallSnapshot, limit, error))?;
+        let vote = answer.vote.as_ref().map(convert::vote_from_pb).ok_or_else(|| incomplete("a vote"))?;
+        Ok(SnapshotResponse::new(vote))
     }
 
     async fn transfer_leader(
         &mut self,
-        _request: TransferLeaderRequest<TypeConfig>,
-        _option: RPCOption,
+        request: TransferLeaderRequest<TypeConfig>,
+        option: RPCOption,
     ) -> Result<TransferLeaderResponse<TypeConfig>, RPCError<TypeConfig>> {
-        Err(self.unreachable().into())
+        let link = self.link()?;
+        let request = link.request(pb::TransferRequest {
+            from_leader: Some(convert::vote_to_pb(request.from_leader())),
+            to: *request.to_node_id(),
+            last: request.last_log_id().map(convert::log_id_to_pb),
+        });
+        let limit = option.soft_ttl();
+        let answer = link.answer(limit, link.client().transfer_leader(request)).await;
+        let answer = answer.map_err(|error| self.failed(RPCTypes::TransferLeader, limit, error))?;
+        if !answer.refused.is_empty() {
+            return Err(NetworkError::from_string(answer.refused).into());
+        }
+        Ok(Ok(()))
     }
 }

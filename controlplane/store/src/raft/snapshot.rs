@@ -29,7 +29,7 @@ const KEEP: usize = 3;
 pub(crate) type StateSnapshot = Snapshot<
     openraft::type_config::alias::CommittedLeaderIdOf<super::types::TypeConfig>,
     u64,
-    openraft::BasicNode,
+    super::types::Peer,
     Arc<State>,
 >;
 
@@ -152,7 +152,8 @@ fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-fn encode(snapshot: &StateSnapshot) -> Vec<u8> {
+/// A snapshot as the bytes of a file.
+pub(crate) fn encode(snapshot: &StateSnapshot) -> Vec<u8> {
     let state = codec::encode_state(&snapshot.snapshot);
     let header = pb::SnapshotHeader {
         last_log_id: snapshot.meta.last_log_id.as_ref().map(convert::log_id_to_pb),
@@ -171,7 +172,8 @@ fn encode(snapshot: &StateSnapshot) -> Vec<u8> {
     bytes
 }
 
-fn decode(bytes: &[u8]) -> Result<StateSnapshot, String> {
+/// The snapshot in a file's bytes, or what is wrong with them.
+pub(crate) fn decode(bytes: &[u8]) -> Result<StateSnapshot, String> {
     let cut = || "is cut off".to_owned();
     let (magic, rest) = bytes.split_first_chunk::<8>().ok_or_else(cut)?;
     if magic != MAGIC {

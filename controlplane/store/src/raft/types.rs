@@ -2,6 +2,16 @@
 
 use openraft::type_config::alias;
 use smg_state::{Envelope, Outcome};
+use uuid::Uuid;
+
+/// A member, as the membership in the log names it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Peer {
+    /// `HOST:PORT` at which other members reach it.
+    pub address: String,
+    /// Its disk; nil = unknown.
+    pub storage_id: Uuid,
+}
 
 openraft::declare_raft_types!(
     /// Commands go in, outcomes come out; entries that are no command (blanks, memberships) have no outcome. A leader is named by
@@ -10,7 +20,7 @@ openraft::declare_raft_types!(
         D = Envelope,
         R = Option<Outcome>,
         NodeId = u64,
-        Node = openraft::BasicNode,
+        Node = Peer,
         Term = u64,
         LeaderId = openraft::impls::leader_id_adv::LeaderId<Self::Term, Self::NodeId>,
 );
@@ -18,6 +28,6 @@ openraft::declare_raft_types!(
 pub(crate) type LogId = alias::LogIdOf<TypeConfig>;
 pub(crate) type Vote = alias::VoteOf<TypeConfig>;
 pub(crate) type Entry = alias::EntryOf<TypeConfig>;
-pub(crate) type Membership = openraft::Membership<u64, openraft::BasicNode>;
+pub(crate) type Membership = openraft::Membership<u64, Peer>;
 pub(crate) type StoredMembership = alias::StoredMembershipOf<TypeConfig>;
 pub(crate) type SnapshotMeta = alias::SnapshotMetaOf<TypeConfig>;

@@ -18,6 +18,7 @@ use smg_fleet::{Snapshot, WorkerId, WorkerSpec, info, matrix};
 
 use super::{Front, access, intake};
 use crate::resilience::breaker::Phase;
+use crate::sync::RequestError;
 
 /// The revision that a control plane answer reflects.
 const REVISION: HeaderName = HeaderName::from_static("x-smg-revision");
@@ -62,12 +63,15 @@ pub(super) async fn forward(State(front): State<Front>, request: Request) -> Res
     let answer = tokio::time::timeout(timeout, async {
         let response = front.link.request(forwarded).await?;
         let (head, body) = response.into_parts();
-        let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(|error| error.to_string())?.to_bytes();
-        Ok::<_, String>((head, body))
+        let body = Limited::new(body, MAX_ANSWER).collect().await;
+        let body = body.map_err(|error| RequestError::Lost(error.to_string()))?.to_bytes();
+        Ok::<_, RequestError>((head, body))
     });
     let (mut head, body) = match answer.await {
         Ok(Ok(answer)) => answer,
-        Ok(Err(reason)) => return without_control_plane(&front, &asked, &reason),
+        Ok(Err(RequestError::Lost(reason))) if asked.changes() => return outcome_unknown(&reason),
+        Ok(Err(error)) => return without_control_plane(&front, &asked, &error.to_string()),
+        Err(_) if asked.changes() => return outcome_unknown("the control plane did not answer in time"),
         Err(_) => return without_control_plane(&front, &asked, "the control plane did not answer in time"),
     };
     if let Some(revision) = head.headers.get(&REVISION).and_then(|value| value.to_str().ok()?.parse().ok()) {
@@ -92,6 +96,13 @@ struct Asked {
     judged: Result<(), Denied>,
 }
 
+impl Asked {
+    /// Whether it may change the fleet; explaining a pairing does not.
+    fn changes(&self) -> bool {
+        !self.is_get && self.uri.path() != "/fleet/pairing/explain"
+    }
+}
+
 async fn catch_up(front: &Front, revision: u64) {
     let mut current = front.core.revision.subscribe();
     let _ = tokio::time::timeout(CATCH_UP, current.wait_for(|current| *current >= revision)).await;
@@ -100,6 +111,12 @@ async fn catch_up(front: &Front, revision: u64) {
 /// The error body of the admin plane.
 fn refuse(status: StatusCode, code: &'static str, message: &str) -> Response<Body> {
     super::probes::json_response(status, &json!({"error": message, "code": code}))
+}
+
+/// A write that was sent and not answered may have happened. Repeating it under its `Idempotency-Key` finds out.
+fn outcome_unknown(reason: &str) -> Response<Body> {
+    let message = format!("the outcome is unknown: {reason}");
+    refuse(StatusCode::SERVICE_UNAVAILABLE, "OUTCOME_UNKNOWN", &message)
 }
 
 fn admin_code(status: StatusCode) -> &'static str {

@@ -82,12 +82,21 @@ impl Link {
     /// Sends an admin request to the control plane.
     ///
     /// # Errors
-    /// When there is no connection, or it breaks.
-    pub async fn request(&self, request: Request<Bytes>) -> Result<Response<tonic::body::Body>, String> {
-        let channel = self.channel.load_full().ok_or("not connected")?;
+    /// When there is no connection, or it breaks; the two are kept apart.
+    pub async fn request(&self, request: Request<Bytes>) -> Result<Response<tonic::body::Body>, RequestError> {
+        let channel = self.channel.load_full().ok_or_else(|| RequestError::NotSent("not connected".to_owned()))?;
         let request = request.map(|body| tonic::body::Body::new(http_body_util::Full::new(body)));
         let response = Channel::clone(&channel).oneshot(request).await;
-        response.map_err(|error| crate::relay::describe(&error))
+        response.map_err(|error| {
+            let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
+            while let Some(inner) = cause {
+                if inner.is::<tonic::ConnectError>() {
+                    return RequestError::NotSent(crate::relay::describe(&error));
+                }
+                cause = inner.source();
+            }
+            RequestError::Lost(crate::relay::describe(&error))
+        })
     }
 
     fn heard(&self) {
@@ -97,6 +106,17 @@ impl Link {
     fn learned(&self, age: Duration) {
         *self.news.lock() = Some(News { at: Instant::now(), age });
     }
+}
+
+/// Why an admin request has no answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// It cannot have arrived.
+    #[error("{0}")]
+    NotSent(String),
+    /// It may have arrived.
+    #[error("{0}")]
+    Lost(String),
 }
 
 /// Why a snapshot was not taken.

@@ -47,7 +47,7 @@ enum Ended {
 pub(super) async fn run(core: Arc<Core>, link: Arc<Link>, dial: Dial, stored: Option<LastKnownGood>) {
     let process_id = Uuid::new_v4();
     let mut failures = 0u32;
-    for attempt in 0usize.. {
+    for attempt in usize::from(rand::random::<u16>()).. {
         let (before, begun) = (*core.revision.borrow(), Instant::now());
         let ended = tokio::select! {
             ended = subscribe(&core, &link, &dial, attempt, process_id, stored.as_ref()) => ended,

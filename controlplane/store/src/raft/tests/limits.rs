@@ -49,10 +49,14 @@ async fn a_member_without_a_quorum_opens_and_answers_that_it_does_not_lead() {
     let directory = fast_directory();
     let options = options(directory.path());
     let Files { log, writer, snapshots, shared, identity } = Files::open(&options).unwrap();
+    let peers = network::Peers::new(1, Arc::new(Links::new(identity, None)));
     let config = Arc::new(options.config().validate().unwrap());
     let machine = Machine::new(snapshots, Arc::clone(&shared.failure));
-    let raft = RaftNode::new(identity.node_id, config, network::Peers, log, machine).await.unwrap();
-    let members = BTreeMap::from([(1, BasicNode::new("127.0.0.1:1")), (2, BasicNode::new("127.0.0.1:2"))]);
+    let raft = RaftNode::new(identity.node_id, config, peers, log, machine).await.unwrap();
+    let members = BTreeMap::from([
+        (1, Peer { address: "127.0.0.1:1".into(), ..Peer::default() }),
+        (2, Peer { address: "127.0.0.1:2".into(), ..Peer::default() }),
+    ]);
     raft.initialize(members).await.unwrap();
     raft.shutdown().await.unwrap();
     writer.close().await;

@@ -1,12 +1,14 @@
 //! Tests of the store as a whole, and what they share.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use smg_fleet::{Health, Intent, Origin, PolicyDocument, WorkerId, WorkerSpec, WorkerType};
+use smg_messages::disk as pb;
 use tempfile::TempDir;
 
 use super::*;
 
+mod cluster;
 mod conformance;
 mod crash;
 mod damage;

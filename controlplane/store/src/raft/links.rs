@@ -1,0 +1,221 @@
+//! The connections to other members.
+//!
+//! One connection a member for short calls and one for snapshots, so that a snapshot delays no heartbeat. Both are made when first needed
+//! and again after they broke, and the member's name is resolved each time. What went wrong last is kept for operators and logged when it
+//! changes, not at every attempt.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use smg_services::raft::peer_client::PeerClient;
+use smg_state::NodeId;
+use tokio::sync::watch;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{ConnectError, Request, Status};
+use uuid::Uuid;
+
+use super::identity::{Call, Refusal, refusal};
+use super::options::NodeIdentity;
+
+/// Largest message of a member, in bytes.
+pub(crate) const MAX_MESSAGE: usize = 32 << 20;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+const KEEP_ALIVE: Duration = Duration::from_secs(2);
+
+/// The connections of one member.
+#[derive(Debug)]
+pub(crate) struct Links {
+    me: NodeIdentity,
+    source: Option<IpAddr>,
+    links: Mutex<BTreeMap<NodeId, Arc<Link>>>,
+    /// Turns true when a member says that this one is none any more.
+    retired: watch::Sender<bool>,
+}
+
+/// The connections to one member.
+#[derive(Debug)]
+pub(crate) struct Link {
+    call: Call,
+    address: String,
+    channel: Channel,
+    bulk: Channel,
+    trouble: Mutex<Option<String>>,
+    retired: watch::Sender<bool>,
+}
+
+/// Why a call has no answer.
+#[derive(Debug, Clone)]
+pub(crate) enum CallError {
+    /// It cannot have arrived.
+    NotSent(String),
+    /// It was refused before anything was done.
+    Refused(String),
+    /// It may have arrived.
+    Lost(String),
+}
+
+impl CallError {
+    pub fn message(&self) -> &str {
+        match self {
+            Self::NotSent(message) | Self::Refused(message) | Self::Lost(message) => message,
+        }
+    }
+}
+
+/// A channel to an address. Connects when first used, and again after it broke.
+pub(crate) fn channel(address: &str, source: Option<IpAddr>) -> Result<Channel, String> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| format!("{address}: {error}"))?;
+    Ok(endpoint
+        .local_address(source)
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE)
+        .keep_alive_while_idle(true)
+        .tcp_nodelay(true)
+        .connect_lazy())
+}
+
+/// An error with its causes.
+fn describe(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        let inner_text = inner.to_string();
+        if !text.contains(&inner_text) {
+            text = format!("{text}: {inner_text}");
+        }
+        cause = inner.source();
+    }
+    text
+}
+
+/// What an answer other than success means for the caller.
+pub(crate) fn classify(status: &Status) -> CallError {
+    if refusal(status).is_some() {
+        return CallError::Refused(status.message().to_owned());
+    }
+    let mut cause: Option<&(dyn Error + 'static)> = status.source();
+    while let Some(error) = cause {
+        if error.is::<ConnectError>() {
+            return CallError::NotSent(describe(error));
+        }
+        cause = error.source();
+    }
+    // What the transport says of itself is no more than that it failed.
+    CallError::Lost(match status.source() {
+        Some(cause) => describe(cause),
+        None => status.message().to_owned(),
+    })
+}
+
+impl Links {
+    pub fn new(me: NodeIdentity, source: Option<IpAddr>) -> Self {
+        Self { me, source, links: Mutex::default(), retired: watch::Sender::new(false) }
+    }
+
+    /// The local address of calls.
+    pub fn source(&self) -> Option<IpAddr> {
+        self.source
+    }
+
+    /// Whether another member has said that this one is none any more.
+    pub fn retired(&self) -> &watch::Sender<bool> {
+        &self.retired
+    }
+
+    /// The connections to a member at an address. The same ones as before, unless it has moved.
+    pub fn to(&self, target: NodeId, address: &str, storage_id: Uuid) -> Result<Arc<Link>, String> {
+        let call = Call::new(&self.me, target, storage_id);
+        let mut links = self.links.lock();
+        if let Some(link) = links.get(&target).filter(|link| link.address == address && link.call == call) {
+            return Ok(Arc::clone(link));
+        }
+        let link = Arc::new(Link {
+            call,
+            address: address.to_owned(),
+            channel: channel(address, self.source)?,
+            bulk: channel(address, self.source)?,
+            trouble: Mutex::default(),
+            retired: self.retired.clone(),
+        });
+        links.insert(target, Arc::clone(&link));
+        Ok(link)
+    }
+
+    /// The connections to a member, if it was ever looked for.
+    pub fn known(&self, target: NodeId) -> Option<Arc<Link>> {
+        self.links.lock().get(&target).cloned()
+    }
+
+    /// What went wrong when a member was called last.
+    pub fn trouble(&self, target: NodeId) -> Option<String> {
+        self.links.lock().get(&target).and_then(|link| link.trouble.lock().clone())
+    }
+}
+
+impl Link {
+    /// For short calls.
+    pub fn client(&self) -> PeerClient<Channel> {
+        client(self.channel.clone())
+    }
+
+    /// For snapshots.
+    pub fn bulk_client(&self) -> PeerClient<Channel> {
+        client(self.bulk.clone())
+    }
+
+    /// A request that names both sides.
+    pub fn request<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        self.call.sign(request.metadata_mut());
+        request
+    }
+
+    /// Waits for an answer, at most `limit`, and notes what is wrong with the member.
+    pub async fn answer<T>(
+        &self,
+        limit: Duration,
+        answer: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    ) -> Result<T, CallError> {
+        let result = match tokio::time::timeout(limit, answer).await {
+            Err(_) => Err(CallError::Lost(format!("no answer within {} ms", limit.as_millis()))),
+            Ok(Ok(response)) => Ok(response.into_inner()),
+            Ok(Err(status)) => {
+                if refusal(&status) == Some(Refusal::Retired) {
+                    self.retired.send_replace(true);
+                }
+                Err(classify(&status))
+            }
+        };
+        self.note(result.as_ref().err());
+        result
+    }
+
+    fn note(&self, error: Option<&CallError>) {
+        let now = error.map(|error| error.message().to_owned());
+        let mut trouble = self.trouble.lock();
+        if *trouble == now {
+            return;
+        }
+        let (member, address) = (self.call.to, &self.address);
+        match (error, trouble.is_some()) {
+            (Some(CallError::Refused(reason)), _) => {
+                tracing::error!(target: "smg", member, address, reason, "a member refuses this one");
+            }
+            (Some(error), false) => {
+                tracing::warn!(target: "smg", member, address, reason = error.message(), "a member does not answer");
+            }
+            (Some(_), true) => {}
+            (None, _) => tracing::info!(target: "smg", member, address, "a member answers again"),
+        }
+        *trouble = now;
+    }
+}
+
+fn client(channel: Channel) -> PeerClient<Channel> {
+    PeerClient::new(channel).max_decoding_message_size(MAX_MESSAGE).max_encoding_message_size(MAX_MESSAGE)
+}

@@ -1,0 +1,336 @@
+//! Three control-plane processes and two gateways: leaders die, members come and go, and nothing that was acknowledged is lost.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use reqwest::{Client, StatusCode};
+use serde_json::{Value, json};
+use support::*;
+
+/// A member's place, which outlives its process.
+struct Place {
+    directory: tempfile::TempDir,
+    port: u16,
+    peer_port: u16,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self { directory: tempfile::tempdir().unwrap(), port: free_port(), peer_port: free_port() }
+    }
+
+    fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    fn peer_address(&self) -> String {
+        format!("127.0.0.1:{}", self.peer_port)
+    }
+
+    /// Starts the member without waiting for anything.
+    fn start(&self, flags: &[&str]) -> Smg {
+        let directory = self.directory.path().to_str().unwrap();
+        let (listen, peer_listen) = (self.address(), self.peer_address());
+        let mut all = vec!["controlplane", "--insecure", "--data-dir", directory, "--listen", &listen];
+        all.extend(["--peer-listen", &peer_listen, "--shutdown-grace-period-secs", "1"]);
+        all.extend(flags);
+        Smg::spawn(&all, self.port, &[])
+    }
+}
+
+/// Starts a cluster of voters: the first place founds it, the others join.
+async fn cluster(places: &[Place]) -> Vec<Smg> {
+    let founder = places[0].peer_address();
+    let mut members = vec![places[0].start(&["--bootstrap"])];
+    members.extend(places[1..].iter().map(|place| place.start(&["--join", &founder])));
+    until_voters(&members, places.len()).await;
+    members
+}
+
+async fn status(smg: &Smg) -> Option<Value> {
+    smg.client.get(format!("{}/fleet/cluster", smg.url)).send().await.ok()?.json().await.ok()
+}
+
+fn voters(status: &Value) -> Vec<u64> {
+    let members = status["members"].as_array().unwrap().iter();
+    members.filter(|member| member["role"] != "learner").map(|member| member["node_id"].as_u64().unwrap()).collect()
+}
+
+/// Waits until every member is in contact with a leader that has so many voters, all of them well.
+async fn until_voters(members: &[Smg], count: usize) {
+    for smg in members {
+        eventually(&format!("{count} voters; log:\n{}", smg.log()), || async {
+            let status = status(smg).await?;
+            let well = status["members"].as_array()?.iter().all(|member| member["health"] == "ok");
+            (status["in_contact"] == true && well && voters(&status).len() == count).then_some(())
+        })
+        .await;
+    }
+}
+
+/// Which member leads, as the others see it.
+async fn leader(members: &[Smg]) -> usize {
+    eventually("a leader", || async {
+        for (n, smg) in members.iter().enumerate() {
+            if status(smg).await.is_some_and(|status| status["role"] == "leader" && status["in_contact"] == true) {
+                return Some(n);
+            }
+        }
+        None
+    })
+    .await
+}
+
+/// What became of a write.
+#[derive(Debug, PartialEq)]
+enum Write {
+    Acknowledged,
+    /// It did not happen.
+    Refused,
+    Unknown,
+}
+
+/// Writes a policy document for a model at one member.
+async fn write(client: &Client, address: &str, model: &str, key: &str) -> Write {
+    let request = client.put(format!("http://{address}/fleet/policies/{model}")).header("idempotency-key", key);
+    match request.json(&json!({"policy": "random"})).timeout(Duration::from_secs(8)).send().await {
+        Ok(response) if response.status() == StatusCode::OK => Write::Acknowledged,
+        Ok(response) => {
+            assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE, "{model}");
+            let body: Value = response.json().await.unwrap_or_default();
+            match body["code"].as_str() {
+                Some("CONTROL_PLANE_UNAVAILABLE") => Write::Refused,
+                _ => Write::Unknown,
+            }
+        }
+        Err(error) if error.is_connect() => Write::Refused,
+        Err(_) => Write::Unknown,
+    }
+}
+
+async fn models(smg: &Smg) -> Vec<String> {
+    let list = eventually("a linearizable read", || async {
+        let response = smg.client.get(format!("{}/fleet/policies", smg.url)).send().await.ok()?;
+        if response.status() == StatusCode::OK { response.json::<Value>().await.ok() } else { None }
+    })
+    .await;
+    let policies = list["policies"].as_array().unwrap().iter();
+    policies
+        .map(|record| {
+            assert_eq!(record["document"]["policy"], "random", "whole or absent: {record}");
+            record["model"].as_str().unwrap().to_owned()
+        })
+        .collect()
+}
+
+/// Sends requests through a gateway until told to stop. Returns how many were answered, and every failure.
+fn traffic(url: String, stop: Arc<AtomicBool>) -> tokio::task::JoinHandle<(u64, Vec<String>)> {
+    tokio::spawn(async move {
+        let client = Client::builder().no_proxy().build().unwrap();
+        let (mut served, mut failures) = (0, Vec::new());
+        while !stop.load(Ordering::Relaxed) {
+            let sent = client.post(format!("{url}/v1/chat/completions")).json(&chat()).send().await;
+            match sent {
+                Ok(response) if response.status() == StatusCode::OK => served += 1,
+                Ok(response) => failures.push(format!("{}: {}", response.status(), response.text().await.unwrap())),
+                Err(error) => failures.push(error.to_string()),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        (served, failures)
+    })
+}
+
+#[tokio::test]
+async fn killing_leaders_loses_no_acknowledged_write_and_fails_no_request() {
+    let places: Vec<Place> = (0..3).map(|_| Place::new()).collect();
+    let addresses: Vec<String> = places.iter().map(Place::address).collect();
+    let mut members = cluster(&places).await;
+    let all = addresses.join(",");
+    let (first, second) = (Smg::gateway(&all, &[]).await, Smg::gateway(&all, &[]).await);
+    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
+    let (prefill_id, decode_id) = first.register_pair(&prefill, &decode).await;
+    second.until_healthy(&prefill_id).await;
+    second.until_healthy(&decode_id).await;
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let streams = [traffic(first.url.clone(), stop.clone()), traffic(second.url.clone(), stop.clone())];
+    // Writers ask any member; what is unknown is asked again under its key, elsewhere, until it is known.
+    let number = Arc::new(AtomicU64::new(0));
+    let writers: Vec<_> = (0..3)
+        .map(|offset: usize| {
+            let (addresses, stop, number) = (addresses.clone(), stop.clone(), number.clone());
+            tokio::spawn(async move {
+                let client = Client::builder().no_proxy().build().unwrap();
+                let mut acknowledged = Vec::new();
+                let mut target = offset;
+                while !stop.load(Ordering::Relaxed) {
+                    let model = format!("model-{}", number.fetch_add(1, Ordering::Relaxed));
+                    let key =
+                        format!("00000000-0000-4000-8000-{:012}", number.load(Ordering::Relaxed) * 10 + offset as u64);
+                    loop {
+                        match write(&client, &addresses[target % 3], &model, &key).await {
+                            Write::Acknowledged => {
+                                acknowledged.push((model, Instant::now()));
+                                break;
+                            }
+                            Write::Refused | Write::Unknown if stop.load(Ordering::Relaxed) => break,
+                            Write::Refused | Write::Unknown => target += 1,
+                        }
+                    }
+                    tokio::time::sleep(Duration::from_millis(30)).await;
+                }
+                acknowledged
+            })
+        })
+        .collect();
+
+    let mut kills = Vec::new();
+    for _ in 0..3 {
+        let lost = leader(&members).await;
+        members[lost].kill();
+        kills.push(Instant::now());
+        let survivors: Vec<usize> = (0..3).filter(|n| *n != lost).collect();
+        eventually("another member leads", || async {
+            for n in &survivors {
+                if status(&members[*n]).await.is_some_and(|status| status["role"] == "leader") {
+                    return Some(());
+                }
+            }
+            None
+        })
+        .await;
+        members[lost] = places[lost].start(&[]);
+        until_voters(&members, 3).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let mut acknowledged = Vec::new();
+    for writer in writers {
+        acknowledged.extend(writer.await.unwrap());
+    }
+    for killed in kills {
+        let next = acknowledged.iter().map(|(_, at)| *at).filter(|at| *at > killed).min().unwrap();
+        println!("leader killed -> next acknowledged write: {} ms", (next - killed).as_millis());
+    }
+    for smg in &members {
+        let models = models(smg).await;
+        for (model, _) in &acknowledged {
+            assert!(models.contains(model), "{model} was acknowledged and is gone from {}", smg.url);
+        }
+    }
+    for stream in streams {
+        let (served, failures) = stream.await.unwrap();
+        println!("{served} requests served, {} writes acknowledged", acknowledged.len());
+        assert!(served > 0 && failures.is_empty(), "{failures:?}");
+    }
+    // Both gateways follow: a change made at any member reaches them.
+    let extra = sglang(Role::Decode).await;
+    let id = second.register(&spec(&extra, "decode")).await;
+    first.until_healthy(&id).await;
+}
+
+/// Runs `smg cluster` against members.
+fn smg_cluster(addresses: &str, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_smg"));
+    command.args(["cluster", "--controlplane", addresses]).args(arguments).output().unwrap()
+}
+
+fn stdout_json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[tokio::test]
+async fn members_restart_one_by_one_and_are_replaced_by_command_while_writes_go_on() {
+    let places: Vec<Place> = (0..4).map(|_| Place::new()).collect();
+    let mut members = cluster(&places[..3]).await;
+    let client = Client::builder().no_proxy().build().unwrap();
+    let all = places.iter().map(Place::address).collect::<Vec<_>>().join(",");
+
+    // A rolling restart: the leader hands over before it stops.
+    for n in 0..3 {
+        members[n].signal("TERM");
+        assert_eq!(members[n].exited().await.code(), Some(0), "{}", members[n].log());
+        let other = places[(n + 1) % 3].address();
+        let began = Instant::now();
+        let key = format!("00000000-0000-4000-9000-{n:012}");
+        eventually("a write while a member is away", || async {
+            (write(&client, &other, &format!("rolling-{n}"), &key).await == Write::Acknowledged).then_some(())
+        })
+        .await;
+        println!("member stopped -> acknowledged write: {} ms", began.elapsed().as_millis());
+        members[n] = places[n].start(&[]);
+        until_voters(&members, 3).await;
+    }
+
+    // The operator's view, as data and as a table.
+    let shown = stdout_json(&smg_cluster(&all, &["status", "-o", "json"]));
+    assert_eq!(voters(&shown), [1, 2, 3]);
+    let table = String::from_utf8(smg_cluster(&all, &["status"]).stdout).unwrap();
+    assert!(table.contains("NODE") && table.contains("leader") && table.contains("voter"), "{table}");
+    assert_eq!(smg_cluster("127.0.0.1:9", &["status"]).status.code(), Some(69));
+
+    // One member is lost for good; a new one takes its place in one step.
+    let lost = (leader(&members).await + 1) % 3;
+    let lost_id = status(&members[lost]).await.unwrap()["node_id"].to_string();
+    members[lost].kill();
+    let refused = smg_cluster(&all, &["remove", &lost_id]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("EVEN_VOTERS"), "{refused:?}");
+    let living = places[(lost + 1) % 3].peer_address();
+    let fourth = places[3].start(&["--join", &living]);
+    fourth_follows(&fourth).await;
+    let replaced = eventually("the replacement", || async {
+        let output = smg_cluster(&all, &["replace", &lost_id, "-o", "json"]);
+        output.status.success().then(|| stdout_json(&output))
+    })
+    .await;
+    assert!(replaced["voters"].as_array().unwrap().contains(&json!(4)), "{replaced}");
+
+    // The lost one comes back: it is told, and ends with a code of its own.
+    let mut late = places[lost].start(&[]);
+    assert_eq!(late.exited().await.code(), Some(77), "{}", late.log());
+    assert!(late.log().contains("removed from the cluster"), "{}", late.log());
+    members[lost] = fourth;
+    until_voters(&members, 3).await;
+    for smg in &members {
+        let models = models(smg).await;
+        assert!((0..3).all(|n| models.contains(&format!("rolling-{n}"))), "{models:?}");
+    }
+    assert_stale_reads(&members[0]).await;
+}
+
+async fn fourth_follows(smg: &Smg) {
+    eventually(&format!("the new member follows; log:\n{}", smg.log()), || async {
+        let status = status(smg).await?;
+        let members = status["members"].as_array()?.clone();
+        members.iter().any(|member| member["node_id"] == 4 && member["health"] == "ok").then_some(())
+    })
+    .await;
+}
+
+/// A member answers from what it has when the reader accepts that.
+async fn assert_stale_reads(smg: &Smg) {
+    let response = smg.get("/fleet/policies?consistency=stale").await;
+    assert_eq!(response.status(), StatusCode::OK);
+    assert!(response.headers().contains_key("x-smg-revision"));
+    let response = smg.get("/fleet/cluster?consistency=stale").await.json::<Value>().await.unwrap();
+    assert_eq!(response["seen_by"], response["node_id"]);
+}
+
+#[tokio::test]
+async fn a_member_that_waits_for_its_cluster_stops_when_told_to() {
+    let place = Place::new();
+    let nobody = format!("127.0.0.1:{}", free_port());
+    let mut smg = place.start(&["--join", &nobody]);
+    eventually("it says whom it asks", || async { smg.log().contains("asking on").then_some(()) }).await;
+    smg.signal("TERM");
+    assert_eq!(smg.exited().await.code(), Some(0), "{}", smg.log());
+    assert!(!Path::new(place.directory.path()).join("controlplane/raft.redb").exists());
+}

@@ -127,7 +127,9 @@ mod tests {
 
     fn apply(state: &mut State, command: Command) -> Result<Outcome, Rejection> {
         let envelope = Envelope {
-            command_id: Uuid::from_u128(1 + u128::from(state.revision()) + (state.memory.iter().count() as u128) << 64),
+            command_id: Uuid::from_u128(
+                1 + u128::from(state.revision()) + ((state.memory.iter().count() as u128) << 64),
+            ),
             actor: "test".into(),
             proposed_at_unix_ms: 1,
             expected_revision: None,

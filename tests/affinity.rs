@@ -9,7 +9,7 @@ use support::*;
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// SGLang prefills and decodes of one model behind one gateway.
+/// SGLang prefills and decodes of one model behind one gateway. They report no load: placement depends on requests alone.
 struct Fleet {
     smg: Smg,
     prefills: Vec<MockEngine>,
@@ -21,7 +21,9 @@ struct Fleet {
 async fn engines(smg: &Smg, role: Role, worker_type: &str, count: usize) -> (Vec<MockEngine>, Vec<String>) {
     let (mut engines, mut ids) = (Vec::new(), Vec::new());
     for _ in 0..count {
-        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).start().await.unwrap();
+        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL);
+        let engine = engine.override_path("/v1/loads", 404, "{}").override_path("/metrics", 404, "{}");
+        let engine = engine.start().await.unwrap();
         ids.push(smg.register(&spec(&engine, worker_type)).await);
         engines.push(engine);
     }

@@ -500,3 +500,73 @@ async fn an_engine_that_was_started_anew_is_asked_again_and_keeps_its_registered
     assert_eq!(worker["kv_engine_id"], "registered");
     assert!(smg.log().contains("the engine was started anew"));
 }
+
+// ------------------------------------------------------------------ data-parallel ranks
+
+#[tokio::test]
+async fn each_data_parallel_rank_is_a_worker_and_its_legs_carry_it() {
+    let engine = |role| MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).dp_size(2).start();
+    let (prefill, decode) = (engine(Role::Prefill).await.unwrap(), engine(Role::Decode).await.unwrap());
+    let smg = Smg::launch(&["--dp-aware", "--policy", "round_robin"]).await;
+    let (_, engine_id) = smg.register_pair(&prefill, &decode).await;
+    let list = smg.get_json("/workers").await;
+    let workers = list["workers"].as_array().unwrap();
+    let urls: std::collections::BTreeSet<&str> = workers.iter().map(|worker| worker["url"].as_str().unwrap()).collect();
+    let expected: std::collections::BTreeSet<String> =
+        [&prefill, &decode].iter().flat_map(|engine| (0..2).map(|rank| format!("{}@{rank}", engine.url()))).collect();
+    assert_eq!(urls, expected.iter().map(String::as_str).collect());
+    let rank = workers.iter().find(|worker| worker["url"] == format!("{}@1", decode.url())).unwrap();
+    assert_eq!(
+        (&rank["dp_base_url"], &rank["dp_rank"], &rank["dp_size"]),
+        (&json!(decode.url()), &json!(1), &json!(2))
+    );
+
+    let mut routed = std::collections::BTreeSet::new();
+    for _ in 0..8 {
+        let response = smg.post(CHAT, &chat()).await;
+        assert_eq!(response.status(), 200);
+        routed.insert(response.headers()["x-smg-routed-worker-id"].to_str().unwrap().to_owned());
+    }
+    assert_eq!(routed, (0..2).map(|rank| format!("{}@{rank}", decode.url())).collect());
+    for (prefill_leg, decode_leg) in prefill.generations().iter().zip(&decode.generations()) {
+        let (prefill_leg, decode_leg) = (prefill_leg.json(), decode_leg.json());
+        assert!(
+            prefill_leg["routed_dp_rank"].as_u64().unwrap() < 2 && decode_leg["routed_dp_rank"].as_u64().unwrap() < 2
+        );
+        assert_eq!(decode_leg["disagg_prefill_dp_rank"], prefill_leg["routed_dp_rank"]);
+        assert_eq!(decode_leg["bootstrap_room"], prefill_leg["bootstrap_room"]);
+    }
+
+    // A rank cannot go alone; its engine goes whole.
+    let rank_id = rank["id"].as_str().unwrap();
+    assert_eq!(smg.get_json(&format!("/workers/{rank_id}")).await["url"], rank["url"]);
+    let refused = smg.client.delete(format!("{}/workers/{rank_id}", smg.url)).send().await.unwrap();
+    assert_eq!(refused.status(), StatusCode::BAD_REQUEST);
+    assert!(refused.text().await.unwrap().contains(&engine_id));
+    smg.set_policy("default", &json!({"dp_aware": true, "health": {"drain_settle_secs": 1}})).await;
+    smg.remove(&engine_id).await;
+    assert_eq!(smg.get_json("/workers").await["total"], 2);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_mooncake_rank_mints_the_engine_id_of_its_rank() {
+    let (prefill, decode) =
+        (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
+    let smg = Smg::launch(&["--dp-aware", "--policy", "round_robin", "--disable-retries"]).await;
+    let declared = json!({"kv_connector": "MooncakeConnector", "kv_engine_id": "E", "labels": {"dp_size": "2"}});
+    smg.register(&spec_with(&prefill, "prefill", declared)).await;
+    smg.register(&spec_with(&decode, "decode", json!({"kv_connector": "MooncakeConnector"}))).await;
+    for engine in [&prefill, &decode] {
+        engine.set_fault(anything());
+    }
+    for _ in 0..4 {
+        assert_eq!(smg.post(CHAT, &chat()).await.status(), 200);
+    }
+    let minted: std::collections::BTreeSet<String> = decode
+        .generations()
+        .iter()
+        .map(|leg| leg.json()["kv_transfer_params"]["remote_engine_id"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(minted, ["E_dp0", "E_dp1"].map(str::to_owned).into());
+}

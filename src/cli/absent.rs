@@ -91,8 +91,8 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        feature: "routing to single data-parallel ranks",
-        flags: &[switch(&["dp-aware"]), switch(&["dp-minimum-tokens-scheduler"])],
+        feature: "choosing data-parallel ranks by their tokens",
+        flags: &[switch(&["dp-minimum-tokens-scheduler"])],
     },
     Group {
         feature: "judging workers by their silence",

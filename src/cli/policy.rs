@@ -39,6 +39,9 @@ pub struct PolicyFlags {
     /// Which prefill and decode workers may be paired [default: lenient]
     #[arg(long, value_parser = pairing_mode(), value_name = "MODE")]
     pub pd_pairing_mode: Option<PairingMode>,
+    /// Route to single data-parallel ranks: each rank of an engine is one worker
+    #[arg(long)]
+    pub dp_aware: bool,
     /// Accepted for compatibility: several models and both wires are always served
     #[arg(long)]
     pub enable_igw: bool,
@@ -51,6 +54,7 @@ impl PolicyFlags {
         document.prefill_policy = self.prefill_policy;
         document.decode_policy = self.decode_policy;
         document.pairing_mode = self.pd_pairing_mode;
+        document.dp_aware = self.dp_aware.then_some(true);
     }
 
     /// The per-leg flags that were given, for messages.
@@ -86,7 +90,7 @@ impl PolicyFlags {
                 return Err(CliError::refused(flag, reason));
             }
         }
-        let Some((prefills, decodes)) = legs.filter(|_| !self.enable_igw) else { return Ok(()) };
+        let Some((prefills, decodes)) = legs.filter(|_| !self.enable_igw && !self.dp_aware) else { return Ok(()) };
         let counted =
             [("--prefill-policy", self.prefill_policy, prefills), ("--decode-policy", self.decode_policy, decodes)];
         for (flag, name, workers) in counted {

@@ -349,7 +349,6 @@ fn an_explicit_power_of_two_needs_two_workers_on_its_leg() {
 fn absent_flags_are_refused_unless_they_switch_their_feature_off() {
     for (line, flag) in [
         ("smg --jwt-issuer https://issuer", "--jwt-issuer"),
-        ("smg --dp-aware", "--dp-aware"),
         ("smg --enable-mesh", "--enable-mesh"),
         ("smg --log-dir /var/log/smg", "--log-dir"),
         ("smg --remove-unhealthy-workers", "--remove-unhealthy-workers"),
@@ -537,7 +536,7 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
         "smg --pd-disaggregation --policy random --prefill-policy round_robin --decode-policy power_of_two \
          --decode http://a:1 --decode http://b:1 --pd-pairing-mode strict --retry-max-retries 2 \
          --retry-initial-backoff-ms 3 --retry-max-backoff-ms 4 --retry-backoff-multiplier 2.5 \
-         --retry-jitter-factor 0.5 --disable-retries --retry-budget-ratio 0.25 --retry-budget-min-per-sec 17 --cb-failure-threshold 6 --cb-success-threshold 7 \
+         --retry-jitter-factor 0.5 --disable-retries --dp-aware --retry-budget-ratio 0.25 --retry-budget-min-per-sec 17 --cb-failure-threshold 6 --cb-success-threshold 7 \
          --cb-timeout-duration-secs 8 --cb-window-duration-secs 9 --disable-circuit-breaker \
          --health-check-endpoint /ping --health-check-timeout-secs 10 --health-check-interval-secs 11 \
          --health-success-threshold 12 --health-failure-threshold 13 --disable-health-check --drain-settle-secs 0 \
@@ -552,6 +551,7 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
         decode_policy: Some(PolicyName::PowerOfTwo),
         pairing_mode: Some(PairingMode::Strict),
         client_handoff_fields: None,
+        dp_aware: Some(true),
         retry: Some(RetryPolicy {
             max_retries: Some(2),
             initial_backoff_ms: Some(3),

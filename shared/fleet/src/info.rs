@@ -22,6 +22,12 @@ pub fn worker_info(worker: &Worker) -> Value {
     if let Ok(Value::Object(fields)) = serde_json::to_value(&spec) {
         info.extend(fields);
     }
+    if let Some(base) = worker.dp_base_url() {
+        let number = |name: &str| worker.label(name).and_then(|text| text.parse::<u64>().ok());
+        info.insert("dp_base_url".into(), json!(base));
+        info.insert("dp_rank".into(), json!(number("dp_rank")));
+        info.insert("dp_size".into(), json!(number("dp_size")));
+    }
     info.insert("connection_mode".into(), json!(worker.wire().as_str()));
     info.insert("is_healthy".into(), json!(status == Status::Ready));
     info.insert("status".into(), json!(status.as_str()));

@@ -134,6 +134,13 @@ impl WorkerUrl {
         Ok(Self { text: normalised, scheme, host_end, port })
     }
 
+    /// How one data-parallel rank of the engine is shown: not an address any more.
+    #[must_use]
+    pub fn with_rank(mut self, rank: u32) -> Self {
+        self.text.push_str(&format!("@{rank}"));
+        self
+    }
+
     /// The normalised URL, without a trailing slash: paths are appended as they are.
     pub fn as_str(&self) -> &str {
         &self.text

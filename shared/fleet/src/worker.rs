@@ -475,12 +475,17 @@ impl Status {
 }
 
 impl Worker {
-    /// The parsed URL.
+    /// The parsed URL: of a data-parallel rank, that of its engine.
     ///
     /// # Errors
     /// Never for a spec that passed validation.
     pub fn url(&self) -> Result<WorkerUrl, UrlError> {
-        WorkerUrl::parse(&self.spec.url)
+        WorkerUrl::parse(self.dp_base_url().unwrap_or(&self.spec.url))
+    }
+
+    /// The address of the engine that this worker is one data-parallel rank of: see [`crate::dp`].
+    pub fn dp_base_url(&self) -> Option<&str> {
+        self.facts.as_ref()?.labels.get("dp_base_url").map(String::as_str)
     }
 
     /// The wire: what answered, else what the URL scheme says.

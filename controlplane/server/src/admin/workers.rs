@@ -3,6 +3,8 @@
 //! Creation, replacement and removal are accepted with 202 once they are durable and carried out by a job; `job_status` of the worker says
 //! how it goes. A job that failed stays readable at the worker's location until it is forgotten.
 
+use std::sync::Arc;
+
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
@@ -13,7 +15,7 @@ use serde_json::json;
 use smg_fleet::info::{serves, worker_info, worker_list};
 use smg_fleet::validate::{worker_patch, worker_spec};
 use smg_fleet::worker::WorkerPatch;
-use smg_fleet::{Origin, Runtime, WorkerId, WorkerSpec};
+use smg_fleet::{Origin, Runtime, Settings, Worker, WorkerId, WorkerSpec, dp};
 use smg_state::{Command, Outcome};
 use uuid::Uuid;
 
@@ -24,9 +26,13 @@ use super::{Admin, at_revision, intake, tagged};
 pub(super) async fn list(State(admin): State<Admin>, parts: Parts) -> Result<Response, ApiError> {
     let model = intake::query(&parts.uri, "model")?;
     let state = admin.read(intake::consistency(&parts.uri)?).await?;
-    let served =
-        |worker: &&std::sync::Arc<smg_fleet::Worker>| model.as_deref().is_none_or(|model| serves(worker, model));
-    let list = worker_list(state.workers().filter(served).map(AsRef::as_ref));
+    let served = |worker: &&Arc<Worker>| model.as_deref().is_none_or(|model| serves(worker, model));
+    let aware = is_dp_aware(&state);
+    let routed = |worker: &Arc<Worker>| {
+        if aware { dp::ranks(worker) } else { vec![Arc::clone(worker)] }
+    };
+    let workers: Vec<_> = state.workers().filter(served).flat_map(routed).collect();
+    let list = worker_list(workers.iter().map(AsRef::as_ref));
     Ok(at_revision(state.revision(), Json(list)))
 }
 
@@ -37,8 +43,9 @@ pub(super) async fn show(
 ) -> Result<Response, ApiError> {
     let id = intake::worker_id(&id)?;
     let state = admin.read(intake::consistency(&parts.uri)?).await?;
-    let worker = state.worker(id).ok_or_else(|| ApiError::WorkerNotFound(id.to_string()))?;
-    Ok(tagged(worker.mod_revision, at_revision(state.revision(), Json(worker_info(worker)))))
+    let rank = || rank_with(&state, id).map(|(_, rank)| rank);
+    let worker = state.worker(id).cloned().or_else(rank).ok_or_else(|| ApiError::WorkerNotFound(id.to_string()))?;
+    Ok(tagged(worker.mod_revision, at_revision(state.revision(), Json(worker_info(&worker)))))
 }
 
 pub(super) async fn create(State(admin): State<Admin>, parts: Parts, body: Body) -> Result<Response, ApiError> {
@@ -94,8 +101,26 @@ pub(super) async fn remove(
     parts: Parts,
 ) -> Result<Response, ApiError> {
     let id = intake::worker_id(&id)?;
+    if let Some((engine, rank)) = rank_with(&admin.writer.store().local(), id) {
+        let message = format!("{} is a rank of worker {engine}: remove that one", rank.spec.url);
+        return Err(ApiError::BadRequest(message));
+    }
     let write = intake::write(&parts, &[], Command::RemoveWorker { id })?;
     Ok(queued(id, &admin.writer.write(write).await?, "Worker removal queued for background processing"))
+}
+
+/// Whether ranks are shown as workers.
+fn is_dp_aware(state: &smg_state::State) -> bool {
+    Settings::resolve(None, state.policy("").map(|record| &record.document)).dp_aware
+}
+
+/// The data-parallel rank with this id, and its engine's id.
+fn rank_with(state: &smg_state::State, id: WorkerId) -> Option<(WorkerId, Arc<Worker>)> {
+    if !is_dp_aware(state) || state.worker(id).is_some() {
+        return None;
+    }
+    let ranks = |worker: &Arc<Worker>| Some((worker.id, dp::ranks(worker).into_iter().find(|rank| rank.id == id)?));
+    state.workers().find_map(ranks)
 }
 
 fn queued(id: WorkerId, outcome: &Outcome, message: &str) -> Response {

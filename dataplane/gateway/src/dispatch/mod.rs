@@ -52,9 +52,6 @@ use crate::trace::{self, LegSpans, RequestTrace};
 use leg::LegBody;
 use scope::{Backend, Scope};
 
-/// Bytes of a body that stand for one token: what a request adds to a worker's load until its engine reports again.
-const CHARS_PER_TOKEN: u64 = 4;
-
 /// A request that has been read.
 pub struct Inbound {
     /// Its route.
@@ -475,9 +472,7 @@ fn begin<'a>(
     trace: select::Trace,
     deadline: Instant,
 ) -> Job<'a> {
-    let tokens = request.body.bytes().len() as u64 / CHARS_PER_TOKEN;
     let count = |worker: &RoutedWorker, policy: &'static str| {
-        worker.runtime.report.note_sent(tokens);
         let labels = [worker.role().as_str(), worker.record.wire().as_str(), &*pool.model, policy];
         core.metrics.worker_selection.with_label_values(&labels).inc();
     };

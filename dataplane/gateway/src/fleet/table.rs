@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use smg_fleet::pairing::{self, PairingMode};
-use smg_fleet::{Health, Intent, Settings, Snapshot, Wire, WorkerId, WorkerType, info};
+use smg_fleet::{Health, Intent, Settings, Snapshot, Wire, Worker, WorkerId, WorkerType, dp, info};
 use smg_policies::{Leg, Policy, Tuning, WorkerKey};
 use smg_telemetry::{Metrics, SMG};
 use thiserror::Error;
@@ -144,6 +144,8 @@ impl ModelPool {
 pub struct RoutingTable {
     /// The snapshot it was built from.
     pub snapshot: Arc<Snapshot>,
+    /// Its workers as requests are routed to them: ranks of an engine each for itself, where the fleet is `dp_aware`.
+    pub workers: BTreeMap<WorkerId, Arc<Worker>>,
     models: HashMap<Arc<str>, Arc<ModelPool>>,
     canonical: BTreeSet<Arc<str>>,
     /// Workers that serve any model.
@@ -171,6 +173,7 @@ impl RoutingTable {
     pub fn empty() -> Self {
         Self {
             snapshot: Arc::default(),
+            workers: BTreeMap::new(),
             models: HashMap::new(),
             canonical: BTreeSet::new(),
             wildcard: None,
@@ -190,7 +193,8 @@ impl RoutingTable {
         metrics: &Arc<Metrics>,
     ) -> Result<Self, TableError> {
         let mut runtimes = BTreeMap::new();
-        for worker in snapshot.workers.values() {
+        let workers = dp::routed(&snapshot.workers, snapshot.settings("").dp_aware);
+        for worker in workers.values() {
             let known = previous.runtimes.get(&worker.id).cloned();
             let runtime = known.unwrap_or_else(|| {
                 Arc::new(WorkerRuntime::new(
@@ -200,16 +204,22 @@ impl RoutingTable {
                     Arc::clone(&previous.released),
                 ))
             });
-            let was_down = previous.snapshot.workers.get(&worker.id).is_some_and(|old| old.health != Health::Ready);
+            let was_down = previous.workers.get(&worker.id).is_some_and(|old| old.health != Health::Ready);
             if was_down && worker.health == Health::Ready {
                 runtime.health_returned();
             }
             runtimes.insert(worker.id, runtime);
         }
-        let mut builder =
-            Builder { snapshot: &snapshot, previous, runtimes: &runtimes, metrics, workers: BTreeMap::new() };
+        let mut builder = Builder {
+            snapshot: &snapshot,
+            routed: &workers,
+            previous,
+            runtimes: &runtimes,
+            metrics,
+            workers: BTreeMap::new(),
+        };
         let (models, canonical, wildcard) = builder.pools()?;
-        Ok(Self { models, canonical, wildcard, runtimes, released: Arc::clone(&previous.released), snapshot })
+        Ok(Self { models, canonical, wildcard, runtimes, released: Arc::clone(&previous.released), workers, snapshot })
     }
 
     /// What `model` leads to. No model means the only one.
@@ -247,6 +257,15 @@ impl RoutingTable {
         self.runtimes.values()
     }
 
+    /// What this gateway knows about a registered worker: about each of its ranks, where these are routed to.
+    pub fn runtimes_of(&self, worker: &Worker) -> impl Iterator<Item = (&Arc<WorkerRuntime>, Option<u32>)> {
+        let (id, width) = (worker.id, dp::width(worker));
+        let whole = self.runtimes.get(&id).map(|runtime| (runtime, None));
+        let ranks = (0..if whole.is_none() { width } else { 0 })
+            .filter_map(move |rank| Some((self.runtimes.get(&dp::rank_id(id, rank))?, Some(rank))));
+        whole.into_iter().chain(ranks)
+    }
+
     /// The pools, each once.
     pub fn pools(&self) -> impl Iterator<Item = &Arc<ModelPool>> {
         self.canonical.iter().filter_map(|model| self.models.get(model)).chain(self.wildcard.as_ref())
@@ -278,7 +297,7 @@ impl RoutingTable {
     /// Counts for readiness: healthy workers per role, all registered workers, all healthy ones.
     pub fn census(&self) -> Census {
         let mut census = Census::default();
-        for worker in self.snapshot.workers.values() {
+        for worker in self.workers.values() {
             census.total += 1;
             let reachable = self.runtimes.get(&worker.id).is_none_or(|runtime| !runtime.is_unreachable());
             if worker.is_routable() && reachable {
@@ -317,6 +336,7 @@ type Pools = (HashMap<Arc<str>, Arc<ModelPool>>, BTreeSet<Arc<str>>, Option<Arc<
 
 struct Builder<'a> {
     snapshot: &'a Arc<Snapshot>,
+    routed: &'a BTreeMap<WorkerId, Arc<Worker>>,
     previous: &'a RoutingTable,
     runtimes: &'a BTreeMap<WorkerId, Arc<WorkerRuntime>>,
     metrics: &'a Arc<Metrics>,
@@ -327,8 +347,7 @@ impl Builder<'_> {
     fn pools(&mut self) -> Result<Pools, TableError> {
         // Draining workers get no request again: they are not part of the table. HTTP is the wire this version routes.
         let routed: Vec<_> = self
-            .snapshot
-            .workers
+            .routed
             .values()
             .filter(|worker| worker.facts.is_some() && worker.intent != Intent::Draining && worker.wire() == Wire::Http)
             .cloned()

@@ -187,7 +187,7 @@ pub struct RoutedWorker {
     pub record: Arc<Worker>,
     /// What this gateway knows.
     pub runtime: Arc<WorkerRuntime>,
-    /// The address.
+    /// The address; of a data-parallel rank with the rank behind it.
     pub url: WorkerUrl,
     /// The pairing descriptor of a prefill or decode.
     pub descriptor: Option<Descriptor>,
@@ -236,10 +236,13 @@ impl RoutedWorker {
         };
         let bootstrap_host = sglang::bootstrap_host(url.as_str())?;
         let spec = &record.spec;
+        let dp_rank = record.label("dp_rank").and_then(|rank| rank.parse().ok());
+        let shown = if record.dp_base_url().is_some() { dp_rank.map(|rank| url.clone().with_rank(rank)) } else { None };
+        let url = shown.unwrap_or(url);
         let mooncake = MooncakePeer::resolve(
             spec.kv_engine_id.as_deref(),
             record.label("dp_size"),
-            None,
+            dp_rank,
             &bootstrap_host,
             spec.bootstrap_port,
         );
@@ -253,7 +256,7 @@ impl RoutedWorker {
             mooncake,
             moriio,
             bootstrap_host,
-            dp_rank: record.label("dp_rank").and_then(|rank| rank.parse().ok()),
+            dp_rank,
             breaker: breaker_settings(&record, settings),
             overload: settings.overload.for_worker(&record.spec),
             prefill_limit: settings

@@ -158,13 +158,13 @@ fn from_snapshot(front: &Front, asked: &Asked) -> Option<(StatusCode, Value)> {
         return None;
     }
     if path == "/workers" {
-        return Some((StatusCode::OK, info::worker_list(snapshot.workers.values().map(AsRef::as_ref))));
+        return Some((StatusCode::OK, info::worker_list(table.workers.values().map(AsRef::as_ref))));
     }
     let id = path.strip_prefix("/workers/")?;
     let Ok(id) = id.parse::<WorkerId>() else {
         return Some(bad_request(&format!("'{id}' is not a worker id")));
     };
-    Some(match snapshot.workers.get(&id) {
+    Some(match snapshot.workers.get(&id).or_else(|| table.workers.get(&id)) {
         Some(worker) => (StatusCode::OK, info::worker_info(worker)),
         None => (StatusCode::NOT_FOUND, json!({"error": format!("worker {id} not found"), "code": "WORKER_NOT_FOUND"})),
     })

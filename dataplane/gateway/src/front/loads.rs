@@ -35,7 +35,7 @@ pub(super) async fn loads(
     let now = front.core.clock.now_ms();
     let mut loads = Vec::new();
     let mut ranks = Vec::new();
-    for worker in table.snapshot.workers.values() {
+    for worker in table.workers.values() {
         if model.as_deref().is_some_and(|model| !info::serves(worker, model)) {
             continue;
         }

@@ -104,9 +104,11 @@ pub async fn watch(core: Arc<Core>) {
         plans.retain(|id, _| {
             let stays = asked.contains_key(id);
             // Whoever gets no traffic is not asked, and what it said before says nothing about the time after.
-            if !stays && let Some(runtime) = table.runtime(*id) {
-                runtime.report.clear();
-                runtime.last_report.clear();
+            if !stays && let Some(worker) = table.snapshot.workers.get(id) {
+                for (runtime, _) in table.runtimes_of(worker) {
+                    runtime.report.clear();
+                    runtime.last_report.clear();
+                }
             }
             stays
         });
@@ -133,9 +135,9 @@ fn asked(core: &Core, table: &RoutingTable) -> BTreeMap<WorkerId, Arc<Worker>> {
     if core.options.load.only_if_needed && !table.pools().any(|pool| needs_reports(&pool.settings)) {
         return BTreeMap::new();
     }
-    let reachable = |id: &WorkerId| table.runtime(*id).is_some_and(|runtime| !runtime.is_unreachable());
+    let reachable = |worker: &Worker| table.runtimes_of(worker).any(|(runtime, _)| !runtime.is_unreachable());
     let workers = table.snapshot.workers.iter();
-    let asked = workers.filter(|(id, worker)| worker.is_routable() && worker.wire() == Wire::Http && reachable(id));
+    let asked = workers.filter(|(_, worker)| worker.is_routable() && worker.wire() == Wire::Http && reachable(worker));
     asked.map(|(id, worker)| (*id, Arc::clone(worker))).collect()
 }
 
@@ -153,9 +155,8 @@ fn needs_reports(settings: &Settings) -> bool {
 
 /// Asks one engine and stores what it says.
 async fn poll(core: &Core, worker: &Worker, known: Option<Source>) -> Polled {
-    let runtime = core.table.load().runtime(worker.id).cloned();
-    // Whatever is sent from now on, the report may not know of it.
-    let sent = runtime.as_ref().map(|runtime| runtime.report.sent());
+    let runtimes: Vec<_> =
+        core.table.load().runtimes_of(worker).map(|(runtime, rank)| (Arc::clone(runtime), rank)).collect();
     let first = known.unwrap_or_else(|| match worker.runtime() {
         Runtime::Vllm => Source::Metrics,
         _ => Source::Loads,
@@ -171,8 +172,10 @@ async fn poll(core: &Core, worker: &Worker, known: Option<Source>) -> Polled {
             break;
         }
     }
-    if let (Polled::Report(_, ranks), Some(runtime), Some(sent)) = (&polled, runtime, sent) {
-        store(core, &runtime, ranks, sent);
+    if let Polled::Report(_, ranks) = &polled {
+        for (runtime, rank) in runtimes {
+            store(core, &runtime, rank, ranks);
+        }
     }
     polled
 }
@@ -198,13 +201,17 @@ async fn poll_at(core: &Core, worker: &Worker, source: Source) -> Polled {
     ranks.map_or(Polled::Absent, |ranks| Polled::Report(source, ranks))
 }
 
-fn store(core: &Core, runtime: &WorkerRuntime, ranks: &[RankLoad], sent: (u64, u64)) {
+fn store(core: &Core, runtime: &WorkerRuntime, rank: Option<u32>, ranks: &[RankLoad]) {
     let lifetime = core.options.load.interval.saturating_mul(LIFETIME).saturating_add(GRACE);
     let lifetime = u64::try_from(lifetime.as_millis()).unwrap_or(u64::MAX);
     let expires_ms = core.clock.now_ms().saturating_add(lifetime);
-    if let Some(report) = report::summarize(ranks, None) {
-        runtime.report.store(&report, sent, expires_ms);
-        let ranks = ranks.to_vec();
+    // Metrics tell the load of all ranks together: that is the best that is known of each.
+    let known = |rank: &u32| ranks.iter().any(|load| load.dp_rank == u64::from(*rank));
+    let rank = rank.filter(known);
+    if let Some(report) = report::summarize(ranks, rank) {
+        runtime.report.store(&report, expires_ms);
+        let mine = |load: &&RankLoad| rank.is_none_or(|rank| load.dp_rank == u64::from(rank));
+        let ranks = ranks.iter().filter(mine).cloned().collect();
         runtime.last_report.set(Reported { at_unix_ms: smg_net::unix_millis(), expires_ms, ranks });
     }
 }
@@ -286,7 +293,7 @@ impl Shown {
             }
             stays
         });
-        for worker in table.snapshot.workers.values() {
+        for worker in table.workers.values() {
             let Some(reported) = current(&worker.id) else { continue };
             let before = self.engines.remove(&worker.id);
             let shown = match before {

@@ -47,7 +47,9 @@ pub fn eject(core: &Arc<Core>, worker: &Arc<RoutedWorker>, reason: &str) {
 
 async fn probe(core: &Core, worker: &RoutedWorker) -> bool {
     let endpoint = core.table.load().snapshot.settings("").probe.endpoint;
-    let mut request = Request::get(format!("{}{endpoint}", worker.url.as_str()));
+    let base = worker.record.url().ok();
+    let base = base.as_ref().map_or(worker.url.as_str(), |url| url.as_str());
+    let mut request = Request::get(format!("{base}{endpoint}"));
     if let Some(key) = &worker.record.spec.api_key {
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", &**key));
     }

@@ -143,11 +143,11 @@ pub(crate) fn install(core: &Arc<Core>, snapshot: Snapshot) -> Result<(), Refuse
     departed.iter().for_each(|runtime| runtime.forget());
     let mut series: std::collections::BTreeSet<&str> = departed.iter().map(|runtime| runtime.url()).collect();
     // A worker that was removed and registered anew goes on under the same label.
-    table.snapshot.workers.values().for_each(|worker| {
+    table.workers.values().for_each(|worker| {
         series.remove(worker.spec.url.as_str());
     });
     core.metrics.forget_workers(&series);
-    core.gauges.lock().show(&core.metrics, table.snapshot.workers.values().map(AsRef::as_ref));
+    core.gauges.lock().show(&core.metrics, table.workers.values().map(AsRef::as_ref));
     core.metrics.config_revision.set(i64::try_from(revision).unwrap_or(i64::MAX));
     core.revision.send_replace(revision);
     Ok(())

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use smg_fleet::{Intent, Snapshot, WorkerId, wire};
+use smg_fleet::{Intent, Snapshot, Worker, WorkerId, wire};
 use smg_net::backoff::Backoff;
 use smg_services::sync::sync_client::SyncClient;
 use smg_services::sync::{Ack, Down, FullChunk, Heartbeat, Hello, Nack, Resync, Up, down, up};
@@ -183,8 +183,8 @@ struct Drains {
 impl Drains {
     fn of(table: &RoutingTable) -> Self {
         let draining = || table.snapshot.workers.values().filter(|worker| worker.intent == Intent::Draining);
-        let runs = |id: &WorkerId| table.runtime(*id).is_some_and(|runtime| runtime.load() > 0);
-        let mut busy: Vec<WorkerId> = draining().map(|worker| worker.id).filter(runs).take(MAX_BUSY + 1).collect();
+        let runs = |worker: &&Arc<Worker>| table.runtimes_of(worker).any(|(runtime, _)| runtime.load() > 0);
+        let mut busy: Vec<WorkerId> = draining().filter(runs).map(|worker| worker.id).take(MAX_BUSY + 1).collect();
         let more = busy.len() > MAX_BUSY;
         busy.truncate(MAX_BUSY);
         Self { revision: table.snapshot.revision, draining: draining().count(), busy, more }

@@ -41,8 +41,9 @@ impl Effect {
         Self { worker_id: None, node_id: None, changed: true }
     }
 
-    pub(crate) fn on_member(node_id: NodeId, changed: bool) -> Self {
-        Self { worker_id: None, node_id: Some(node_id), changed }
+    /// The registry of members is no part of the fleet that gateways follow, so a change of it is no revision.
+    pub(crate) fn on_member(node_id: NodeId) -> Self {
+        Self { worker_id: None, node_id: Some(node_id), changed: false }
     }
 }
 

@@ -5,7 +5,7 @@
 //! applies the same log has the same bytes. [`command`] holds the closed set of commands, [`codec`] their disk and wire form.
 //!
 //! Invariants
-//! * the revision grows by one with each command that changes something and never otherwise;
+//! * the revision grows by one with each command that changes the fleet and never otherwise; the registry of members is not part of it;
 //! * a command id is applied at most once: a repeated one returns the first outcome;
 //! * a rejected command changes nothing but the memory of command ids;
 //! * one URL is one worker;

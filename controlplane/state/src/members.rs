@@ -75,7 +75,7 @@ impl State {
             (Some(known), _) => {
                 let unchanged = known.peer_address == peer_address && known.api_address == api_address;
                 if unchanged {
-                    return Ok(Effect::on_member(known.node_id, false));
+                    return Ok(Effect::on_member(known.node_id));
                 }
                 known.node_id
             }
@@ -99,7 +99,7 @@ impl State {
         };
         self.last_node_id = self.last_node_id.max(node_id);
         self.members.insert(node_id, Arc::new(member));
-        Ok(Effect::on_member(node_id, true))
+        Ok(Effect::on_member(node_id))
     }
 
     /// Retires members, all of them or none.
@@ -107,14 +107,12 @@ impl State {
         if let Some(unknown) = node_ids.iter().find(|node_id| !self.members.contains_key(node_id)) {
             return reject(RejectionCode::MemberNotFound, format!("there is no member {unknown}"));
         }
-        let mut changed = false;
         for node_id in node_ids {
-            if let Some(member) = self.members.get_mut(node_id).filter(|member| !member.retired) {
+            if let Some(member) = self.members.get_mut(node_id) {
                 Arc::make_mut(member).retired = true;
-                changed = true;
             }
         }
-        Ok(Effect { changed, ..Effect::none(None) })
+        Ok(Effect::none(None))
     }
 }
 

@@ -10,7 +10,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak sdk prometheus bench e2e-vllm lint deny
+.PHONY: help demo test soak fuzz sdk prometheus bench e2e-vllm lint deny
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,8 +26,13 @@ else
 	$(CARGO) test --workspace --locked --no-fail-fast
 endif
 
-soak: ## Run every test in its long variant
+soak: ## Run every test in its long variant, then the fuzz targets; rewrites docs/reports/chaos.md and fuzz.md
 	SMG_SOAK=1 $(MAKE) test
+	$(MAKE) fuzz
+
+SECONDS ?= 600
+fuzz: ## Fuzz every target, SECONDS=600 each, two at a time (needs g++)
+	nice $(PYTHON) fuzz/run.py $(SECONDS)
 
 sdk: ## Run the official OpenAI and Anthropic Python clients against smg before mock engines (installs them with pip once)
 	$(PYTHON) tests/sdk/sdk.py

@@ -19,7 +19,10 @@ struct Fleet {
 async fn engines(smg: &Smg, model: &str, role: Role, worker_type: &str, count: usize) -> Vec<MockEngine> {
     let mut engines = Vec::new();
     for _ in 0..count {
-        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(model).start().await.unwrap();
+        // They report no load: placement depends on this gateway's requests alone.
+        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(model);
+        let engine = engine.override_path("/v1/loads", 404, "{}").override_path("/metrics", 404, "{}");
+        let engine = engine.start().await.unwrap();
         smg.register(&spec(&engine, worker_type)).await;
         engines.push(engine);
     }

@@ -18,6 +18,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 TARGETS = {
     "splice": "edited bodies against a naive second implementation; every leg's fields",
+    "relay": "relayed bytes, cuts, pauses, breaks and end markers against a plain reading of the stream",
     "handoff": "accepted exactly when a second validator accepts; what passes is the prefill's own text",
     "worker_spec": "accepted within bounds, unchanged when checked again, the same from disk, wire and REST",
 }
@@ -29,7 +30,7 @@ def target_directory() -> pathlib.Path:
 
 
 def build() -> None:
-    subprocess.run(["cargo", "build", "--release", "--locked"], cwd=HERE, check=True)
+    subprocess.run(["cargo", "build", "--release"], cwd=HERE, check=True)
 
 
 def binary(target: str) -> pathlib.Path:

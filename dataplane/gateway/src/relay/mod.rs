@@ -374,3 +374,33 @@ pub fn describe(error: &dyn std::error::Error) -> String {
     let (outer, inner) = (error.to_string(), cause.to_string());
     if outer == inner { outer } else { format!("{outer}: {inner}") }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io;
+
+    use http_body_util::{BodyExt, StreamBody};
+
+    use super::*;
+
+    struct Unheard;
+
+    impl OnEnd for Unheard {
+        fn first_output(&mut self) {}
+        fn ended(&mut self, _: Ended) {}
+    }
+
+    #[tokio::test]
+    async fn what_is_held_back_of_a_first_event_passes_when_the_stream_breaks() {
+        let cut = "data: {\"text\":\"a";
+        let pieces = [Ok(Frame::data(Bytes::from(cut))), Err(io::Error::from(io::ErrorKind::ConnectionReset))];
+        let engine = StreamBody::new(futures::stream::iter(pieces));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let relay = Relay::new(engine, Some(Dialect::OpenAi), deadline, None, Unheard);
+        let relay = relay.rewriting(Some(Box::new(|_| Some("{}".to_owned()))));
+        let received = relay.collect().await.unwrap().to_bytes();
+        let error = received.strip_prefix(cut.as_bytes()).unwrap();
+        assert!(error.starts_with(b"\n\ndata: {\"error\"") && error.ends_with(b"data: [DONE]\n\n"), "{received:?}");
+    }
+}

@@ -11,7 +11,7 @@ use std::process::Command;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
 
 /// Crates whose code must be a pure function of its arguments.
-const PURE: [&str; 4] = ["smg-fleet", "smg-state", "smg-policies", "smg-apis"];
+const PURE: [&str; 5] = ["smg-fleet", "smg-admission", "smg-state", "smg-policies", "smg-apis"];
 
 /// What a pure crate must not even link: runtimes, sockets and sources of randomness.
 const IMPURE: [&str; 9] = ["tokio", "tokio-util", "tonic", "hyper", "mio", "socket2", "rand", "rand_core", "getrandom"];

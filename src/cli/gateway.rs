@@ -84,6 +84,7 @@ impl GatewayFlags {
         }
         let keys = self.keys.resolve()?;
         let mut warnings: Vec<String> = self.token_wire.warnings().collect();
+        warnings.extend(self.token_wire.fleet_warning());
         warnings.extend(self.edge.open_warning(&keys));
         warnings.push("--insecure: the control plane is reached without TLS and tokens".to_owned());
         Ok(GatewayArgs {

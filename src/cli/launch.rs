@@ -85,13 +85,28 @@ pub(super) struct TokenWireFlags {
 }
 
 impl TokenWireFlags {
+    /// Writes what was given into the start-up policy document.
+    fn write_to(&self, document: &mut PolicyDocument) {
+        document.pd_admission_wait_secs = self.pd_admission_wait_secs;
+    }
+
+    /// Engines give a request up at their bootstrap deadline, 120 s on TokenSpeed: who waits longer in the gateway waits in vain.
+    fn wait_warning(&self) -> Option<String> {
+        let secs = self.pd_admission_wait_secs.filter(|secs| *secs >= 120)?;
+        Some(format!(
+            "--pd-admission-wait-secs {secs} is not below the engines' bootstrap deadline (120 s on TokenSpeed)"
+        ))
+    }
+
+    /// What a gateway without a fleet of its own should know about a flag that belongs to the fleet.
+    pub(super) fn fleet_warning(&self) -> Option<String> {
+        self.pd_admission_wait_secs?;
+        Some("--pd-admission-wait-secs has no effect here: it is fleet-wide (PUT /fleet/policies/default)".to_owned())
+    }
+
     /// One warning for each flag that was given.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
-        let given = [
-            ("--model-path", self.model_path.is_some()),
-            ("--tokenizer-path", self.tokenizer_path.is_some()),
-            ("--pd-admission-wait-secs", self.pd_admission_wait_secs.is_some()),
-        ];
+        let given = [("--model-path", self.model_path.is_some()), ("--tokenizer-path", self.tokenizer_path.is_some())];
         let given = given.into_iter().filter_map(|(flag, given)| given.then_some(flag));
         given
             .map(|flag| format!("{flag} has no effect: only gRPC workers use it, and this version serves HTTP workers"))
@@ -146,6 +161,7 @@ impl LaunchFlags {
         }
         let mut startup_policy = PolicyDocument::default();
         self.policy.write_to(&mut startup_policy);
+        self.token_wire.write_to(&mut startup_policy);
         self.tuning.write_to(&mut startup_policy);
         self.resilience.write_to(&mut startup_policy);
         self.protection.write_to(&mut startup_policy);
@@ -180,6 +196,7 @@ impl LaunchFlags {
 
     fn warnings(&self) -> Vec<String> {
         let mut warnings: Vec<String> = self.token_wire.warnings().collect();
+        warnings.extend(self.token_wire.wait_warning());
         if !self.workers.pd_disaggregation {
             let unused = self.workers.leg_flags().into_iter();
             warnings.extend(unused.map(|flag| format!("{flag} has no effect without --pd-disaggregation")));

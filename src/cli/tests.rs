@@ -543,7 +543,7 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
          --drain-timeout-secs 18 --worker-overload-protection --worker-overload-waiting-requests 19 \
          --worker-overload-token-usage 0.7 --worker-overload-shed --prefill-max-inflight-requests-per-worker 20 \
          --prefill-queue-size 21 --prefill-queue-timeout-secs 22 \
-         --worker-startup-timeout-secs 14 --worker-startup-check-interval 15 --worker-startup-delay 16",
+         --pd-admission-wait-secs 23 --worker-startup-timeout-secs 14 --worker-startup-check-interval 15 --worker-startup-delay 16",
     );
     let expected = PolicyDocument {
         policy: Some(PolicyName::Random),
@@ -552,6 +552,7 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
         pairing_mode: Some(PairingMode::Strict),
         client_handoff_fields: None,
         dp_aware: Some(true),
+        pd_admission_wait_secs: Some(23),
         retry: Some(RetryPolicy {
             max_retries: Some(2),
             initial_backoff_ms: Some(3),

@@ -15,6 +15,9 @@ use crate::tuning::{
 };
 use crate::worker::named;
 
+/// Longest wait for rooms on a decode worker.
+const MAX_ADMISSION_WAIT_SECS: u64 = 86_400;
+
 named! {
     /// The routing policies of the documented system.
     PolicyName {
@@ -194,6 +197,9 @@ pub struct PolicyDocument {
     /// Whether requests are routed to single data-parallel ranks. Fleet-wide: only the default document's is used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dp_aware: Option<bool>,
+    /// How long a request waits for rooms on its decode worker, where engines speak token ids. 0 = not at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pd_admission_wait_secs: Option<u64>,
 }
 
 named! {
@@ -313,6 +319,9 @@ impl PolicyDocument {
         if self.dp_aware.is_some() && !model.is_empty() {
             return Err(PolicyError::FleetWide("dp_aware"));
         }
+        if self.pd_admission_wait_secs.is_some_and(|secs| secs > MAX_ADMISSION_WAIT_SECS) {
+            return Err(PolicyError::Range { field: "pd_admission_wait_secs", rule: "at most 86400" });
+        }
         protection::validate(self)?;
         match at_least_one.into_iter().find(|(value, _)| *value == Some(0)) {
             Some((_, name)) => Err(PolicyError::Threshold(name)),
@@ -402,6 +411,7 @@ pub struct Settings {
     pub overload: Overload,
     pub prefill_admission: PrefillAdmission,
     pub dp_aware: bool,
+    pub pd_admission_wait_secs: u64,
 }
 
 impl Settings {
@@ -474,6 +484,7 @@ impl Settings {
             overload: Overload::resolve(model, default),
             prefill_admission: PrefillAdmission::resolve(model, default),
             dp_aware: default.and_then(|document| document.dp_aware).unwrap_or(false),
+            pd_admission_wait_secs: first(documents, |document| document.pd_admission_wait_secs).unwrap_or(30),
         }
     }
 }

@@ -373,6 +373,7 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
         overload: document.overload.as_ref().map(tuning::overload_to_pb),
         prefill_admission: document.prefill_admission.as_ref().map(tuning::prefill_admission_to_pb),
         dp_aware: document.dp_aware,
+        pd_admission_wait_secs: document.pd_admission_wait_secs,
     }
 }
 
@@ -442,6 +443,7 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
         overload: document.overload.map(tuning::overload_from_pb),
         prefill_admission: document.prefill_admission.map(tuning::prefill_admission_from_pb),
         dp_aware: document.dp_aware,
+        pd_admission_wait_secs: document.pd_admission_wait_secs,
     })
 }
 

@@ -510,6 +510,14 @@ impl Worker {
         self.spec.labels.get(name).or_else(reported).map(String::as_str)
     }
 
+    /// How many requests a decode engine runs at a time, by the label `max_num_seqs`, else `max_running_requests`: 1 to 65535. `None` when
+    /// it says nothing usable: then nothing is known of its limit (SMG PD docs, Decode Admission Window).
+    pub fn running_window(&self) -> Option<u32> {
+        let label = self.label("max_num_seqs").or_else(|| self.label("max_running_requests"))?;
+        let window = label.trim().parse::<u64>().ok().filter(|window| *window > 0)?;
+        Some(u32::try_from(window.min(65_535)).unwrap_or(65_535))
+    }
+
     /// All labels, the operator's laid over the engine's.
     pub fn labels(&self) -> BTreeMap<String, String> {
         let mut labels = self.facts.as_ref().map(|facts| facts.labels.clone()).unwrap_or_default();

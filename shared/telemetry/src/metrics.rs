@@ -98,6 +98,7 @@ metrics! {
     pd_rendezvous_failures: IntCounterVec("smg_pd_rendezvous_failures_total", "Bootstrap ports that did not answer.", ["leg", "phase"]);
     pd_admission_waits: IntCounter("smg_pd_admission_waits_total", "Dispatches admitted after waiting for a decode slot (gRPC).");
     pd_admission_sheds: IntCounter("smg_pd_admission_sheds_total", "Dispatches shed at the decode admission window (gRPC).");
+    pd_admission_window: IntGaugeVec("smg_pd_admission_window", "Requests that a decode worker runs at a time, as it reports; 0 = it reports none and is not gated (gRPC).", ["worker"]);
     pd_prefill_admission_inflight: IntGaugeVec("smg_pd_prefill_admission_inflight", "Requests in the prefill phase, for prefill workers with a limit.", ["worker"]);
     pd_prefill_admission_queued: IntGauge("smg_pd_prefill_admission_queued", "Requests that wait for a prefill worker.");
     pd_prefill_admission_wait: Histogram("smg_pd_prefill_admission_wait_seconds", "Time that requests waited for a prefill worker.", buckets = durations);
@@ -190,6 +191,7 @@ impl Metrics {
         forget(&self.worker_cb_outcomes, urls);
         forget(&self.worker_cb_health_readmissions, urls);
         forget(&self.worker_paced, urls);
+        forget(&self.pd_admission_window, urls);
         forget(&self.pd_prefill_admission_inflight, urls);
         forget(&self.engine_load_polls, urls);
         forget(&self.worker_stalled, urls);

@@ -1,4 +1,5 @@
-//! Prefill admission: each prefill worker computes a bounded number of prompts at a time, and whoever finds them all busy waits in line.
+//! Who waits in the gateway because an engine could not serve him yet. [`decode`] has the rooms of decode workers; the rest of this file is
+//! prefill admission: each prefill worker computes a bounded number of prompts at a time, and whoever finds them all busy waits in line.
 //!
 //! The place in a prefill worker is the claim of the prefill leg, which is given back when the prefill phase ends; a claim that would
 //! exceed the limit is not given. Here is the waiting: [`line`] is the ledger, this file lets its head wait for a place and the others for
@@ -10,6 +11,7 @@
 //! * no wake-up is lost: a waiter listens before it looks. The head looks again once a second all the same, because workers also come,
 //!   recover and leave.
 
+pub mod decode;
 pub mod line;
 
 use std::sync::Arc;

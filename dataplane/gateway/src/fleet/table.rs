@@ -208,6 +208,12 @@ impl RoutingTable {
             if was_down && worker.health == Health::Ready {
                 runtime.health_returned();
             }
+            if worker.spec.worker_type == WorkerType::Decode && worker.wire() == Wire::Grpc {
+                let window = worker.running_window();
+                runtime.window.resize(window);
+                let shown = metrics.pd_admission_window.with_label_values(&[worker.spec.url.as_str()]);
+                shown.set(i64::from(window.unwrap_or(0)));
+            }
             runtimes.insert(worker.id, runtime);
         }
         let mut builder = Builder {

@@ -23,6 +23,7 @@ use smg_fleet::{Runtime, Settings, WorkerId, WorkerType, WorkerUrl};
 use smg_telemetry::{Metrics, SMG};
 
 use crate::admission::Released;
+use crate::admission::decode::DecodeWindow;
 use crate::clock::Clock;
 use crate::connections::Pool;
 use crate::load::cell::ReportCell;
@@ -44,6 +45,8 @@ pub struct WorkerRuntime {
     pub report: ReportCell,
     /// All of it, for those who show it.
     pub last_report: LastReport,
+    /// Its rooms, as a decode worker that speaks token ids.
+    pub window: Arc<DecodeWindow>,
     /// Its series are removed and must not come back.
     gone: AtomicBool,
     active: IntGauge,
@@ -70,6 +73,7 @@ impl WorkerRuntime {
             paced_until_ms: AtomicU64::new(0),
             report: ReportCell::default(),
             last_report: LastReport::default(),
+            window: Arc::new(DecodeWindow::new(metrics.pd_admission_waits.clone(), metrics.pd_admission_sheds.clone())),
             gone: AtomicBool::new(false),
             active: metrics.worker_requests_active.with_label_values(&[url]),
             breaker_state: metrics.worker_cb_state.with_label_values(&[url]),

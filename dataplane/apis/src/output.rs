@@ -100,3 +100,15 @@ pub struct Usage {
     /// Generated tokens spent on reasoning.
     pub reasoning_tokens: u32,
 }
+
+impl FinishReason {
+    /// The word for it that engines use.
+    pub fn word(&self) -> &str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Abort => "abort",
+            Self::Other(word) => word,
+        }
+    }
+}

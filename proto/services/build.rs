@@ -1,10 +1,19 @@
 //! Compiles the service definitions with protox, so that no protoc is needed.
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let descriptors = protox::compile(["proto/sync.proto", "proto/raft.proto"], ["proto", "../messages/proto"])?;
+    let ours = ["proto/sync.proto", "proto/raft.proto"];
+    let messages = "../messages/proto";
+    let engines = ["sglang", "vllm", "tokenspeed"].map(|engine| format!("{messages}/engines/{engine}.proto"));
+    let files = ours.into_iter().chain(engines.iter().map(String::as_str));
+    let descriptors = protox::compile(files, ["proto", messages])?;
     tonic_prost_build::configure()
         .extern_path(".smg.state.v1", "::smg_messages::state")
         .extern_path(".smg.disk.v1", "::smg_messages::disk")
+        .extern_path(".smg.grpc.common", "::smg_messages::engines::common")
+        .extern_path(".sglang.grpc.scheduler", "::smg_messages::engines::sglang")
+        .extern_path(".vllm.grpc.engine", "::smg_messages::engines::vllm")
+        .extern_path(".tokenspeed.grpc.scheduler", "::smg_messages::engines::tokenspeed")
         .compile_fds(descriptors)?;
     println!("cargo:rerun-if-changed=proto");
+    println!("cargo:rerun-if-changed={messages}");
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! Prost messages of the state, the snapshots and the disk. Generated; conversions to domain types live beside their user.
+//! Prost messages of the state, the snapshots, the disk and the engines. Generated; conversions to domain types live
+//! beside their user.
 #![allow(missing_docs, clippy::large_enum_variant)]
 
 mod generated {
@@ -11,6 +12,26 @@ mod generated {
         pub mod v1 {
             include!(concat!(env!("OUT_DIR"), "/smg.disk.v1.rs"));
         }
+    }
+}
+
+/// What engines take and give over gRPC; the services are in `smg-services`.
+pub mod engines {
+    /// What all engines share.
+    pub mod common {
+        include!(concat!(env!("OUT_DIR"), "/smg.grpc.common.rs"));
+    }
+    /// SGLang's scheduler.
+    pub mod sglang {
+        include!(concat!(env!("OUT_DIR"), "/sglang.grpc.scheduler.rs"));
+    }
+    /// vLLM's engine.
+    pub mod vllm {
+        include!(concat!(env!("OUT_DIR"), "/vllm.grpc.engine.rs"));
+    }
+    /// TokenSpeed's scheduler.
+    pub mod tokenspeed {
+        include!(concat!(env!("OUT_DIR"), "/tokenspeed.grpc.scheduler.rs"));
     }
 }
 

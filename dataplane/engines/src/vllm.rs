@@ -22,7 +22,7 @@ use crate::splice::{Edits, SplicedBody};
 pub const MOONCAKE_BOOTSTRAP_PORT: u16 = 8998;
 
 /// Tag that makes a prefill engine keep the KV cache for another engine.
-const PREFILL_TAG: &[u8] = br#"{"do_remote_decode":true,"do_remote_prefill":false}"#;
+pub(crate) const PREFILL_TAG: &[u8] = br#"{"do_remote_decode":true,"do_remote_prefill":false}"#;
 
 /// KV connectors, as far as they differ in what legs carry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -101,11 +101,11 @@ impl MooncakePeer {
         &self.bootstrap_address
     }
 
-    fn prefill_tag(transfer_id: &str) -> Bytes {
+    pub(crate) fn prefill_tag(transfer_id: &str) -> Bytes {
         format!(r#"{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":{}}}"#, quoted(transfer_id)).into()
     }
 
-    fn decode_params(&self, transfer_id: &str) -> Bytes {
+    pub(crate) fn decode_params(&self, transfer_id: &str) -> Bytes {
         format!(
             r#"{{"do_remote_decode":false,"do_remote_prefill":true,"transfer_id":{},"remote_engine_id":{},"remote_bootstrap_addr":{}}}"#,
             quoted(transfer_id),

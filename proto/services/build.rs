@@ -7,6 +7,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(files, ["proto", messages])?;
     tonic_prost_build::configure()
         .extern_path(".smg.state.v1", "::smg_messages::state")
+        .extern_path(".smg.admission.v1", "::smg_messages::admission")
         .extern_path(".smg.disk.v1", "::smg_messages::disk")
         .extern_path(".smg.grpc.common", "::smg_messages::engines::common")
         .extern_path(".sglang.grpc.scheduler", "::smg_messages::engines::sglang")

@@ -57,6 +57,9 @@ impl State {
         if let Some(outcome) = self.memory.outcome(&envelope.command_id) {
             return outcome.clone();
         }
+        if let Command::LedgerRound { number, events } = &envelope.command {
+            return self.ledger_round(*number, events);
+        }
         let outcome = match self.change(envelope) {
             Ok(effect) => {
                 if effect.changed {
@@ -98,6 +101,8 @@ impl State {
                 self.register_member(*node_id, *storage_id, peer_address, api_address)
             }
             Command::RetireMembers { node_ids } => self.retire_members(node_ids),
+            // Taken care of before: it is neither remembered nor a revision.
+            Command::LedgerRound { .. } => Ok(Effect::none(None)),
             Command::PutSettings { settings } => self.put_settings(settings, expected),
             Command::CreateWorker { id, spec, origin } => self.create_worker(*id, spec, *origin, at),
             Command::ReplaceWorker { id, spec } => {
@@ -189,6 +194,19 @@ impl State {
             Command::RevokeToken { id } => self.revoke_token(*id, expected),
             Command::ReconcileStartupTokens { tokens } => Ok(self.reconcile_startup_tokens(tokens, at)),
         }
+    }
+
+    /// Ten of these come each second: remembering them would push out the commands of operators.
+    fn ledger_round(&mut self, number: u64, events: &[smg_admission::Event]) -> Outcome {
+        let next = self.ledger.rounds() + 1;
+        let rejection = (number != next).then(|| Rejection {
+            code: RejectionCode::RevisionConflict,
+            message: format!("the next round of the ledger is {next}, not {number}"),
+        });
+        if rejection.is_none() {
+            Arc::make_mut(&mut self.ledger).round(events);
+        }
+        Outcome { revision: self.revision, worker_id: None, node_id: None, rejection }
     }
 
     fn put_settings(&mut self, settings: &ClusterSettings, expected: Option<u64>) -> Result<Effect, Rejection> {

@@ -334,3 +334,19 @@ proptest! {
         prop_assert_eq!(straight, restarted);
     }
 }
+
+#[test]
+fn a_round_of_the_ledger_is_applied_once_and_is_no_revision() {
+    let mut machine = Machine::new();
+    let round = |number| Command::LedgerRound { number, events: vec![smg_admission::Event::Window(7, Some(32))] };
+    let before = machine.state.revision();
+    assert_eq!(machine.run(round(1)).rejection, None);
+    let ledger = Arc::clone(machine.state.ledger());
+    assert_eq!((ledger.rounds(), ledger.pools()[&7].window), (1, 32));
+    // The proposal of a leader that did not know of that round, and the same one a second time.
+    assert_eq!(code(&machine.run(round(1))), Some(RejectionCode::RevisionConflict));
+    assert_eq!(code(&machine.run(round(3))), Some(RejectionCode::RevisionConflict));
+    assert_eq!((machine.state.ledger(), machine.state.revision()), (&ledger, before));
+    let decoded = codec::decode_state(&codec::encode_state(&machine.state)).unwrap();
+    assert_eq!(decoded, machine.state);
+}

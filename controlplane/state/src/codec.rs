@@ -26,6 +26,10 @@ fn id_bytes(id: &WorkerId) -> Vec<u8> {
     wire::worker_id_bytes(*id)
 }
 
+fn ledger(error: smg_admission::wire::WireError) -> WireError {
+    WireError::Field(error.0)
+}
+
 fn settings_to_pb(settings: &ClusterSettings) -> pb::ClusterSettings {
     pb::ClusterSettings { name: settings.name.clone() }
 }
@@ -66,6 +70,10 @@ pub fn envelope_to_pb(envelope: &Envelope) -> pb::Envelope {
             })
         }
         Command::RetireMembers { node_ids } => Pb::RetireMembers(pb::RetireMembers { node_ids: node_ids.clone() }),
+        Command::LedgerRound { number, events } => Pb::LedgerRound(pb::LedgerRound {
+            number: *number,
+            events: events.iter().map(smg_admission::wire::event_to_pb).collect(),
+        }),
         Command::PutSettings { settings } => {
             Pb::PutSettings(pb::PutSettings { settings: Some(settings_to_pb(settings)) })
         }
@@ -153,6 +161,15 @@ pub fn envelope_from_pb(envelope: pb::Envelope) -> Result<Envelope, WireError> {
             storage_id: uuid(&c.storage_id, "storage_id")?,
             peer_address: c.peer_address,
             api_address: c.api_address,
+        },
+        Pb::LedgerRound(c) => Command::LedgerRound {
+            number: c.number,
+            events: c
+                .events
+                .into_iter()
+                .map(smg_admission::wire::event_from_pb)
+                .collect::<Result<_, _>>()
+                .map_err(ledger)?,
         },
         Pb::RetireMembers(c) => Command::RetireMembers { node_ids: c.node_ids },
         Pb::PutSettings(c) => Command::PutSettings { settings: settings_from_pb(c.settings) },
@@ -298,6 +315,7 @@ pub fn encode_state(state: &State) -> Vec<u8> {
         tokens: state.tokens.values().map(|token| wire::token_to_pb(token)).collect(),
         members: state.members.values().map(|member| member_to_pb(member)).collect(),
         last_node_id: state.last_node_id,
+        ledger: Some(smg_admission::wire::ledger_to_pb(&state.ledger)),
     }
     .encode_to_vec()
 }
@@ -315,6 +333,7 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
         settings: settings_from_pb(message.settings),
         settings_revision: message.settings_revision,
         last_node_id: message.last_node_id,
+        ledger: Arc::new(smg_admission::wire::ledger_from_pb(message.ledger.unwrap_or_default()).map_err(ledger)?),
         ..State::default()
     };
     for worker in message.workers {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use smg_admission::Event;
 use smg_fleet::worker::WorkerPatch;
 use smg_fleet::{
     ClusterSettings, Facts, Health, Intent, JobStatus, Origin, PolicyDocument, Revision, StartupToken, WorkerId,
@@ -39,6 +40,13 @@ pub enum Command {
     RetireMembers {
         /// Their numbers.
         node_ids: Vec<NodeId>,
+    },
+    /// Carries on the slot ledger. Not remembered: its number keeps it from being applied twice.
+    LedgerRound {
+        /// One more than the rounds before it.
+        number: u64,
+        /// What has happened since.
+        events: Vec<Event>,
     },
     /// Replaces the settings of the cluster.
     PutSettings {
@@ -192,6 +200,7 @@ impl Command {
             Command::InitCluster { .. } => "init_cluster",
             Command::RegisterMember { .. } => "register_member",
             Command::RetireMembers { .. } => "retire_members",
+            Command::LedgerRound { .. } => "ledger_round",
             Command::PutSettings { .. } => "put_settings",
             Command::CreateWorker { .. } => "create_worker",
             Command::ReplaceWorker { .. } => "replace_worker",

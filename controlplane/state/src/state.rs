@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use smg_admission::Ledger;
 use smg_fleet::{AdminToken, ClusterSettings, PolicyRecord, Revision, Snapshot, Worker, WorkerId};
 use uuid::Uuid;
 
@@ -25,6 +26,7 @@ pub struct State {
     pub(crate) members: BTreeMap<NodeId, Arc<Member>>,
     /// The highest number ever given to a member.
     pub(crate) last_node_id: NodeId,
+    pub(crate) ledger: Arc<Ledger>,
     pub(crate) memory: CommandMemory,
 }
 
@@ -77,6 +79,11 @@ impl State {
     /// One admin token.
     pub fn token(&self, id: Uuid) -> Option<&Arc<AdminToken>> {
         self.tokens.get(&id)
+    }
+
+    /// Who may use how many slots of which decode worker. No part of the fleet that gateways follow: it changes without a revision.
+    pub fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
     }
 
     /// The settings of the cluster and the revision of their last change; 0 = never.

@@ -3,6 +3,11 @@
 #![allow(missing_docs, clippy::large_enum_variant)]
 
 mod generated {
+    pub mod admission {
+        pub mod v1 {
+            include!(concat!(env!("OUT_DIR"), "/smg.admission.v1.rs"));
+        }
+    }
     pub mod state {
         pub mod v1 {
             include!(concat!(env!("OUT_DIR"), "/smg.state.v1.rs"));
@@ -35,6 +40,8 @@ pub mod engines {
     }
 }
 
+/// The slot ledger.
+pub use generated::admission::v1 as admission;
 /// What the Raft store writes to disk.
 pub use generated::disk::v1 as disk;
 /// Workers, policies, commands, snapshots and deltas.

@@ -4,8 +4,8 @@
 //! round. All of it may be lost with the leader: the next one lets everything last its full time again.
 //!
 //! Invariants
-//! * a report is answered only after the round that took it in was committed: an answer renews the gateway's lease, and must not renew one
-//!   that the ledger has ended;
+//! * a report is answered only after the round that took it in was committed, one that says nothing new after the next round, if there is
+//!   one: an answer renews the gateway's lease, and must not renew one that the ledger has ended;
 //! * a lease ends here after it has ended at the gateway;
 //! * nothing is concluded from an engine's count about requests that may still be under way to it.
 
@@ -87,11 +87,18 @@ impl Leader {
         if stale {
             return;
         }
+        let known = ledger
+            .sessions()
+            .get(&report.gateway)
+            .is_some_and(|session| session.heard && session.process == report.process && session.epoch == report.epoch);
         self.heard.insert(report.gateway.clone(), now);
         self.silent.remove(&report.gateway);
         let answer = self.answers.entry((report.gateway.clone(), report.process)).or_insert(sent);
         *answer = sent.max(*answer);
-        self.events.push(Event::Report(report));
+        // That somebody is still there is nothing new: only time has to know, and time is not in the ledger.
+        if !known || !report.rows.is_empty() {
+            self.events.push(Event::Report(report));
+        }
     }
 
     /// The events of the next round. `count` asks for what an engine holds; `None` = it does not say.

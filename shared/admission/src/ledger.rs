@@ -105,7 +105,7 @@ pub struct Session {
     pub number: u64,
     /// Whether it is heard of.
     pub heard: bool,
-    replaced: VecDeque<ProcessId>,
+    pub(crate) replaced: VecDeque<ProcessId>,
 }
 
 impl Session {
@@ -118,9 +118,10 @@ impl Session {
 /// The ledger.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ledger {
-    sessions: BTreeMap<String, Session>,
-    pools: BTreeMap<WorkerKey, Pool>,
-    counters: Counters,
+    pub(crate) sessions: BTreeMap<String, Session>,
+    pub(crate) pools: BTreeMap<WorkerKey, Pool>,
+    pub(crate) counters: Counters,
+    pub(crate) rounds: u64,
 }
 
 /// What a round came to.
@@ -154,8 +155,14 @@ impl Ledger {
         &self.pools
     }
 
+    /// How many rounds there were. A leader that proposes round `rounds() + 1` cannot undo what another one has done since.
+    pub fn rounds(&self) -> u64 {
+        self.rounds
+    }
+
     /// Takes in what has happened, gives and takes slots, and says what to tell.
     pub fn round(&mut self, events: &[Event]) -> Round {
+        self.rounds += 1;
         let mut touched = Touched::default();
         for event in events {
             self.take_in(event, &mut touched);

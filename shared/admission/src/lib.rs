@@ -21,6 +21,7 @@ pub mod pool;
 pub mod share;
 pub mod subset;
 pub mod window;
+pub mod wire;
 
 pub use leader::{Answer, Deadlines, EngineCount, Leader};
 pub use ledger::{Event, Grant, Ledger, Report, ReportRow};

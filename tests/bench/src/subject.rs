@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -51,8 +52,22 @@ pub struct Subject {
     _engines: Rc<Engines>,
 }
 
+/// Below the range that connections take their own ports from (Linux: 32768 on): a port that is free now would be gone when hundreds of
+/// processes have started and connected.
+const PORTS: std::ops::Range<u16> = 10_000..32_000;
+
+/// A port that nobody listens on, never the same twice.
 fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    static NEXT: AtomicU16 = AtomicU16::new(PORTS.start);
+    loop {
+        let port = NEXT.fetch_add(1, Ordering::Relaxed);
+        if !PORTS.contains(&port) {
+            return Err("no port is left".into());
+        }
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return Ok(port);
+        }
+    }
 }
 
 /// The engines of one measurement, by what they are: every gateway stands in front of the same ones.

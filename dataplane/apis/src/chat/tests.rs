@@ -109,6 +109,22 @@ fn the_template_is_told_of_choices_that_it_may_depend_on() {
 }
 
 #[test]
+fn the_model_sees_members_in_the_order_in_which_the_client_wrote_them() {
+    let parameters =
+        r#"{"type":"object","properties":{"zebra":{"type":"string"},"apple":{"enum":["b","a"]}},"required":["zebra"]}"#;
+    let body = format!(
+        r#"{{"messages":[{{"role":"user","content":"x","b":1,"a":2}}],
+            "tools":[{{"type":"function","function":{{"parameters":{parameters},"name":"f"}}}}],
+            "response_format":{{"type":"json_schema","json_schema":{{"schema":{parameters}}}}}}}"#
+    );
+    let request = parse(body.as_bytes()).unwrap();
+    assert_eq!(prompt(&request).messages[0].to_string(), r#"{"role":"user","content":"x","b":1,"a":2}"#);
+    let tool = format!(r#"{{"type":"function","function":{{"name":"f","parameters":{parameters}}}}}"#);
+    assert_eq!(prompt(&request).tools[0].to_string(), tool);
+    assert_eq!(request.generation.constraint, Some(Constraint::JsonSchema(parameters.to_owned())));
+}
+
+#[test]
 fn what_cannot_be_served_is_refused_with_its_documented_code() {
     for (members, code) in [
         (json!({"messages": null}), "missing_required_parameter"),

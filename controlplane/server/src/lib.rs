@@ -8,6 +8,7 @@
 //! * [`sync`]: the subscription of gateways;
 //! * [`jobs`]: registration and removal, a duty of the leader;
 //! * [`probe`]: active health probes, a duty of the leader;
+//! * [`slots`]: who may use how much of which decode worker, a duty of the leader;
 //! * [`startup`]: what start-up flags say, as commands;
 //! * [`writer`]: the one way by which any of them changes the state.
 //!
@@ -31,6 +32,7 @@ mod duty;
 mod inventory;
 pub mod jobs;
 pub mod probe;
+pub mod slots;
 pub mod startup;
 pub mod sync;
 #[cfg(test)]
@@ -60,6 +62,8 @@ pub struct ControlPlaneOptions {
     pub probe: probe::Timing,
     /// How patient the sync service is.
     pub sync: sync::Timing,
+    /// How patient the slot ledger is.
+    pub slots: slots::Timing,
 }
 
 impl ControlPlaneOptions {
@@ -75,6 +79,7 @@ impl ControlPlaneOptions {
             jobs: jobs::Timing::default(),
             probe: probe::Timing::default(),
             sync: sync::Timing::default(),
+            slots: slots::Timing::default(),
         }
     }
 }
@@ -92,19 +97,36 @@ pub struct ControlPlane {
 impl ControlPlane {
     /// Starts the background tasks. Must be called within a tokio runtime.
     pub fn start(options: ControlPlaneOptions) -> Arc<Self> {
-        let ControlPlaneOptions { store, metrics, shutdown, max_body_bytes, access, worker_tls, jobs, probe, sync } =
-            options;
+        let ControlPlaneOptions {
+            store,
+            metrics,
+            shutdown,
+            max_body_bytes,
+            access,
+            worker_tls,
+            jobs,
+            probe,
+            sync,
+            slots,
+        } = options;
         let access = Arc::new(access);
         let writer = writer::Writer::new(store);
         let client = probe::client::ProbeClient::new(worker_tls.as_ref());
-        let (sync, publisher) =
-            sync::SyncService::new(Arc::clone(writer.store()), Arc::clone(&metrics), shutdown.clone(), sync);
+        let desk = slots::Desk::new(writer.clone(), Arc::clone(&metrics), slots);
+        let (sync, publisher) = sync::SyncService::new(
+            Arc::clone(writer.store()),
+            desk.clone(),
+            Arc::clone(&metrics),
+            shutdown.clone(),
+            sync,
+        );
         let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), sync.gateways(), jobs);
         let prober = probe::Prober::new(writer.clone(), client, Arc::clone(&metrics), probe);
         let store = Arc::clone(writer.store());
         let leading = (Arc::clone(&store), shutdown.clone());
         let jobs = duty::while_leading(leading.0.clone(), leading.1.clone(), move |term| runner.clone().run(term));
         let prober = duty::while_leading(leading.0.clone(), leading.1.clone(), move |term| prober.clone().run(term));
+        let slots = duty::while_leading(leading.0.clone(), leading.1.clone(), move |term| desk.clone().run(term));
         let named = (writer.clone(), Arc::clone(&access));
         let tokens = duty::while_leading(leading.0, leading.1, move |term| {
             startup::store_tokens(named.0.clone(), Arc::clone(&named.1), term)
@@ -113,6 +135,7 @@ impl ControlPlane {
             smg_net::spawn("sync-publisher", publisher),
             smg_net::spawn("jobs", jobs),
             smg_net::spawn("prober", prober),
+            smg_net::spawn("slot-ledger", slots),
             smg_net::spawn("startup-tokens", tokens),
             smg_net::spawn("inventory", inventory::follow(store, metrics, shutdown.clone())),
         ];

@@ -13,9 +13,11 @@ use bytes::Bytes;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use http_body_util::BodyExt;
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use serde_json::Value;
 use smg_fleet::{Revision, Worker, WorkerId};
+use smg_net::memory;
 use smg_state::{Command, Envelope, Outcome, State};
 use smg_store::cluster::ClusterStatus;
 use smg_store::memory::MemoryStore;
@@ -25,6 +27,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::transport::{Channel, Endpoint, Uri};
 use tower::ServiceExt;
 use uuid::Uuid;
 
@@ -360,4 +363,24 @@ impl FakeEngine {
 pub(crate) async fn dead_url() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     format!("http://{}", listener.local_addr().unwrap())
+}
+
+/// A plane's router behind an in-memory listener, served as a socket is.
+pub(crate) async fn channel(plane: &Plane) -> Channel {
+    let (connector, mut listener) = memory::transport();
+    let service = plane.plane.router();
+    tokio::spawn(async move {
+        while let Some(stream) = listener.accept().await {
+            let service = hyper_util::service::TowerToHyperService::new(service.clone());
+            tokio::spawn(async move {
+                let server = hyper_util::server::conn::auto::Builder::new(hyper_util::rt::TokioExecutor::new());
+                let _ = server.serve_connection(TokioIo::new(stream), service).await;
+            });
+        }
+    });
+    let connect = tower::service_fn(move |_: Uri| {
+        let connector = connector.clone();
+        async move { connector.connect().await.map(TokioIo::new) }
+    });
+    Endpoint::from_static("http://control-plane").connect_with_connector(connect).await.unwrap()
 }

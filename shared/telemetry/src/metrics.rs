@@ -156,6 +156,7 @@ metrics! {
     config_stale_seconds: IntGauge("smg_config_stale_seconds", "Seconds since the control plane was last heard.");
     config_updates: IntCounterVec("smg_config_updates_total", "Snapshots and deltas received.", ["kind", "result"]);
     sync_subscribers: IntGauge("smg_sync_subscribers", "Gateways subscribed to this control plane node.");
+    slot_sessions: IntGauge("smg_slot_sessions", "Gateways that report to this control plane node which decode slots they use.");
     sync_propagation: Histogram("smg_sync_propagation_seconds", "Commit to acknowledgement by a gateway.", buckets = durations);
     registration_jobs: IntCounterVec("smg_registration_jobs_total", "Finished registration jobs.", ["job_type", "result"]);
     registration_jobs_active: IntGauge("smg_registration_jobs_active", "Registration jobs running.");

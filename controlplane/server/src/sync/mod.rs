@@ -32,12 +32,13 @@ pub mod session;
 #[cfg(test)]
 mod tests;
 
+use crate::slots::Desk;
 use feed::Feed;
 use gateways::{Drains, Gateways, Membership, Refusal};
 use session::{Pauses, Session, Step, down};
 
 /// Largest message accepted from a gateway, in bytes.
-const MAX_UP_BYTES: usize = 64 * 1024;
+const MAX_UP_BYTES: usize = 1024 * 1024;
 /// Longest gateway name and version, in bytes.
 const MAX_NAME_BYTES: usize = 256;
 /// Longest remembered reason of a refusal, in characters.
@@ -92,6 +93,7 @@ struct Shared {
     store: Arc<dyn ClusterStore>,
     feed: Arc<Feed>,
     gateways: Arc<Gateways>,
+    desk: Desk,
     seats: Arc<Semaphore>,
     metrics: Arc<Metrics>,
     shutdown: CancellationToken,
@@ -102,6 +104,7 @@ impl SyncService {
     /// The service and its publisher, which must run until `shutdown`.
     pub fn new(
         store: Arc<dyn ClusterStore>,
+        desk: Desk,
         metrics: Arc<Metrics>,
         shutdown: CancellationToken,
         timing: Timing,
@@ -112,6 +115,7 @@ impl SyncService {
             store,
             feed,
             gateways: Arc::new(Gateways::new(Arc::clone(&metrics))),
+            desk,
             seats: Arc::new(Semaphore::new(timing.max_subscribers)),
             metrics,
             shutdown,
@@ -134,6 +138,18 @@ impl SyncService {
 
 #[tonic::async_trait]
 impl Sync for SyncService {
+    type SlotsStream = Pin<Box<dyn Stream<Item = Result<smg_messages::admission::Update, Status>> + Send>>;
+
+    async fn slots(
+        &self,
+        request: Request<Streaming<smg_messages::admission::Report>>,
+    ) -> Result<Response<Self::SlotsStream>, Status> {
+        if self.shared.shutdown.is_cancelled() {
+            return Err(Status::unavailable("the control plane is shutting down"));
+        }
+        self.shared.desk.session(request.into_inner())
+    }
+
     type SubscribeStream = Pin<Box<dyn Stream<Item = Result<Down, Status>> + Send>>;
 
     async fn subscribe(&self, request: Request<Streaming<Up>>) -> Result<Response<Self::SubscribeStream>, Status> {

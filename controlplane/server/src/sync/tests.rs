@@ -3,10 +3,8 @@
 
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
 use serde_json::json;
 use smg_fleet::{PolicyDocument, Snapshot, wire};
-use smg_net::memory;
 use smg_services::sync::sync_client::SyncClient;
 use smg_services::sync::{Ack, Down, Heartbeat, Hello, Nack, Resync, Up, down, up};
 use smg_state::Command;
@@ -14,32 +12,12 @@ use smg_store::{ClusterStore, Leadership};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 use uuid::Uuid;
 
-use crate::testing::{DEADLINE, Plane, TestStore, eventually};
+use crate::testing::{DEADLINE, Plane, TestStore, channel, eventually};
 use crate::writer::Write;
-
-/// A plane's router behind an in-memory listener, served as a socket is.
-async fn channel(plane: &Plane) -> Channel {
-    let (connector, mut listener) = memory::transport();
-    let service = plane.plane.router();
-    tokio::spawn(async move {
-        while let Some(stream) = listener.accept().await {
-            let service = hyper_util::service::TowerToHyperService::new(service.clone());
-            tokio::spawn(async move {
-                let server = hyper_util::server::conn::auto::Builder::new(hyper_util::rt::TokioExecutor::new());
-                let _ = server.serve_connection(TokioIo::new(stream), service).await;
-            });
-        }
-    });
-    let connect = tower::service_fn(move |_: Uri| {
-        let connector = connector.clone();
-        async move { connector.connect().await.map(TokioIo::new) }
-    });
-    Endpoint::from_static("http://control-plane").connect_with_connector(connect).await.unwrap()
-}
 
 /// A gateway that does as it is told.
 struct Gateway {

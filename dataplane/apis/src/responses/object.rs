@@ -106,7 +106,8 @@ impl Response {
             return;
         };
         out.raw("{\"input_tokens\":").number(usage.prompt_tokens);
-        out.raw(",\"input_tokens_details\":{\"cached_tokens\":").number(usage.cached_tokens);
+        // Nobody charges for what is written to the engines' caches; OpenAI's clients want the member all the same.
+        out.raw(",\"input_tokens_details\":{\"cache_write_tokens\":0,\"cached_tokens\":").number(usage.cached_tokens);
         out.raw("},\"output_tokens\":").number(usage.completion_tokens);
         out.raw(",\"output_tokens_details\":{\"reasoning_tokens\":").number(usage.reasoning_tokens);
         let total = u64::from(usage.prompt_tokens) + u64::from(usage.completion_tokens);

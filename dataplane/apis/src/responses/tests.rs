@@ -110,7 +110,7 @@ fn what_cannot_be_served_is_refused_with_its_documented_code() {
 }
 
 const ECHO: &str = r#""instructions":null,"tools":[],"tool_choice":"auto","text":{"format":{"type":"text"}},"reasoning":{"effort":null,"summary":null},"metadata":{},"user":null,"truncation":"disabled","store":true,"parallel_tool_calls":true,"previous_response_id":null,"temperature":1.0,"top_p":1.0,"max_output_tokens":null"#;
-const USAGE: &str = r#""usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":2},"output_tokens":4,"output_tokens_details":{"reasoning_tokens":1},"total_tokens":13}"#;
+const USAGE: &str = r#""usage":{"input_tokens":9,"input_tokens_details":{"cache_write_tokens":0,"cached_tokens":2},"output_tokens":4,"output_tokens_details":{"reasoning_tokens":1},"total_tokens":13}"#;
 
 #[test]
 fn a_document_holds_every_item() {

@@ -1,10 +1,14 @@
 //! Token ids to text, as they arrive.
 //!
-//! A token need not be whole characters, and what a token reads like may depend on the one before it. So two offsets are
-//! kept: text is decoded from `prefix` on, and what the tokens between `prefix` and `read` gave has been output. The
-//! difference is output when it is longer and does not end with U+FFFD, the sign of a character whose other bytes are still
-//! to come. Both offsets then move, so that each token is decoded a few times at most.
+//! A token need not be whole characters. Where tokens are bytes, these are put together and whole characters are output; at
+//! most three bytes wait for the rest of theirs.
+//!
+//! Elsewhere what a token reads like may depend on the one before it, so two offsets are kept: text is decoded from `prefix`
+//! on, and what the tokens between `prefix` and `read` gave has been output. The difference is output when it is longer and
+//! does not end with U+FFFD, the sign of a character whose other bytes are still to come. Both offsets then move, so that
+//! each token is decoded a few times at most.
 
+use crate::bytes::take_characters;
 use crate::tokenizer::{TokenizeError, Tokenizer};
 
 /// Tokens of a prompt that decide how its continuation reads.
@@ -17,13 +21,15 @@ const PATIENCE: usize = 16;
 /// Decodes one sample's tokens.
 #[derive(Debug, Clone)]
 pub struct Detokenizer {
-    /// Tokens from the prefix on.
+    skip_special: bool,
+    /// The beginning of a character, where tokens are bytes.
+    bytes: Vec<u8>,
+    /// Elsewhere, tokens from the prefix on.
     window: Vec<u32>,
     /// How many of them have been output.
     read: usize,
     /// What those read like.
     prefix: String,
-    skip_special: bool,
 }
 
 impl Detokenizer {
@@ -33,9 +39,20 @@ impl Detokenizer {
     /// # Errors
     /// The prompt's tokens cannot be decoded.
     pub fn new(tokenizer: &Tokenizer, prompt: &[u32], skip_special: bool) -> Result<Self, TokenizeError> {
-        let window = prompt[prompt.len().saturating_sub(TAIL)..].to_vec();
-        let prefix = if window.is_empty() { String::new() } else { tokenizer.decode(&window, skip_special)? };
-        Ok(Self { read: window.len(), window, prefix, skip_special })
+        let tail = &prompt[prompt.len().saturating_sub(TAIL)..];
+        let mut new = Self { skip_special, bytes: Vec::new(), window: Vec::new(), read: 0, prefix: String::new() };
+        if tokenizer.bytes_of(0).is_some() {
+            // The prompt may end within a character, which the output completes.
+            let mut seen = String::new();
+            for id in tail {
+                new.push(tokenizer, *id, &mut seen)?;
+            }
+        } else if !tail.is_empty() {
+            new.window = tail.to_vec();
+            new.read = tail.len();
+            new.prefix = tokenizer.decode(tail, skip_special)?;
+        }
+        Ok(new)
     }
 
     /// Takes the next token and adds what is certain to `text`.
@@ -45,6 +62,11 @@ impl Detokenizer {
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32, text: &mut String) -> Result<(), TokenizeError> {
         // It leaves no text, and would only make the window longer.
         if self.skip_special && tokenizer.is_special(id) {
+            return Ok(());
+        }
+        if let Some(bytes) = tokenizer.bytes_of(id) {
+            self.bytes.extend_from_slice(bytes);
+            take_characters(&mut self.bytes, text);
             return Ok(());
         }
         self.window.push(id);
@@ -57,6 +79,9 @@ impl Detokenizer {
     /// # Errors
     /// The tokens cannot be decoded.
     pub fn finish(&mut self, tokenizer: &Tokenizer, text: &mut String) -> Result<(), TokenizeError> {
+        if !std::mem::take(&mut self.bytes).is_empty() {
+            text.push(char::REPLACEMENT_CHARACTER);
+        }
         if self.window.len() == self.read { Ok(()) } else { self.advance(tokenizer, text, false) }
     }
 

@@ -12,6 +12,7 @@
 //!   what is held back a bound.
 //! - No clock and no randomness: the time of a prompt and the random part of a call's id are passed in.
 
+mod bytes;
 pub mod cache;
 pub mod detokenize;
 pub mod forced;

@@ -77,6 +77,14 @@ pub enum TemplateError {
     TooMuch,
 }
 
+impl TemplateError {
+    /// The documented code of the error.
+    #[must_use]
+    pub fn code(&self) -> &'static str {
+        if matches!(self, Self::Part { .. }) { "unsupported_content_part" } else { "process_messages_failed" }
+    }
+}
+
 /// Whether a template wants the content of a message as a string or as parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::bytes::ByteTable;
 use crate::source::{Files, SourceError};
 
 /// What went wrong with a text or with tokens.
@@ -22,6 +23,7 @@ pub enum TokenizeError {
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    bytes: Option<ByteTable>,
     special: HashSet<u32>,
     eos: Vec<u32>,
     named: Vec<(String, String)>,
@@ -79,7 +81,7 @@ impl Tokenizer {
         }
         eos.sort_unstable();
         eos.dedup();
-        Ok(Self { inner, special, eos, named })
+        Ok(Self { bytes: ByteTable::new(&inner), inner, special, eos, named })
     }
 
     /// The ids of `text`. `special`: whether the tokens that frame a text are added; a rendered chat prompt has them already.
@@ -103,7 +105,31 @@ impl Tokenizer {
     /// The text of one token on its own, special tokens spelled out; U+FFFD where it is not whole characters.
     #[must_use]
     pub fn text_of(&self, id: u32) -> String {
-        self.decode(&[id], false).unwrap_or_default()
+        match self.bytes_of(id) {
+            Some(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+            None => self.decode(&[id], false).unwrap_or_default(),
+        }
+    }
+
+    /// The bytes of one token, where tokens are bytes; empty if there is no such token.
+    #[must_use]
+    pub fn bytes_of(&self, id: u32) -> Option<&[u8]> {
+        self.bytes.as_ref().map(|table| table.get(id))
+    }
+
+    /// The fewest tokens that a text of this many bytes can become: enough to refuse a text that cannot fit into a model's
+    /// window before any work goes into it. 0 where nothing can be said.
+    #[must_use]
+    pub fn fewest_tokens(&self, bytes: usize) -> usize {
+        let grows = self.inner.get_normalizer().is_some()
+            || self.inner.get_added_tokens_decoder().values().any(|token| token.lstrip || token.rstrip);
+        self.bytes.as_ref().filter(|_| !grows).map_or(0, |table| bytes.div_ceil(table.longest()))
+    }
+
+    /// The id of a token by its text.
+    #[must_use]
+    pub fn id_of(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
     }
 
     /// Whether `id` is a special token.

@@ -148,6 +148,39 @@ fn half_a_character_at_the_end_is_not_lost_and_garbage_is_not_held_for_ever() {
 }
 
 #[test]
+fn a_prompt_that_ends_within_a_character_is_completed() {
+    let model = model();
+    let smile: Vec<u32> = "😀".bytes().map(u32::from).collect();
+    assert_eq!(detokenized(&model.tokenizer, &smile[..2], &smile[2..], true), "😀");
+}
+
+#[test]
+fn tokens_have_their_bytes_and_unknown_ones_none() {
+    let model = model();
+    assert_eq!(model.tokenizer.bytes_of(0xf0), Some([0xf0].as_slice()));
+    assert_eq!(model.tokenizer.bytes_of(320), Some(b"</think>".as_slice()));
+    assert_eq!(model.tokenizer.bytes_of(1_000_000), Some([].as_slice()));
+    assert_eq!(model.tokenizer.fewest_tokens(1000), 1000usize.div_ceil("<|endoftext|>".len()));
+    for id in 0..model.tokenizer.vocabulary() as u32 {
+        assert_eq!(model.tokenizer.text_of(id), model.tokenizer.decode(&[id], false).unwrap(), "{id}");
+    }
+}
+
+#[test]
+fn special_tokens_are_spelled_out_where_they_mark_something() {
+    let model = model();
+    let need = |parsers: &str, tools: ToolChoice| {
+        let reading = Reading { tools, separate_reasoning: true, skip_special_tokens: true };
+        let parsers = Parsers::choose(None, None, parsers).unwrap();
+        parsers.need_special_tokens(&reading, &model.tokenizer)
+    };
+    assert!(!need("qwen3", ToolChoice::None), "<think> is no special token here");
+    assert!(need("qwen3", ToolChoice::Auto));
+    assert!(!need("qwen3", ToolChoice::Required), "the output is JSON then");
+    assert!(need("gpt-oss", ToolChoice::None));
+}
+
+#[test]
 fn a_continuation_keeps_the_space_that_a_beginning_would_lose() {
     // A tokenizer in the manner of SentencePiece: the first word of a text loses the space before it.
     let json = json!({
@@ -162,8 +195,54 @@ fn a_continuation_keeps_the_space_that_a_beginning_would_lose() {
     assert_eq!(detokenized(&tokenizer, &[0], &[1, 0], true), " two one");
 }
 
+/// A tokenizer whose tokens are not bytes, except for characters that it does not know.
+fn with_byte_fallback() -> Tokenizer {
+    let mut vocabulary: serde_json::Map<String, Value> =
+        (0..256).map(|byte| (format!("<0x{byte:02X}>"), json!(byte))).collect();
+    for (id, token) in (256..).zip(["▁", "▁a", "b", "c", "<unk>"]) {
+        vocabulary.insert(token.to_owned(), json!(id));
+    }
+    let json = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>", "byte_fallback": true},
+    });
+    Tokenizer::new(&Files::of([("tokenizer.json", json.to_string())])).unwrap()
+}
+
+#[test]
+fn garbage_is_not_held_for_ever_where_tokens_are_no_bytes() {
+    let tokenizer = with_byte_fallback();
+    assert_eq!(tokenizer.bytes_of(0), None);
+    let smile: Vec<u32> = [257].into_iter().chain("😀".bytes().map(u32::from)).chain([258]).collect();
+    assert_eq!(detokenized(&tokenizer, &[], &smile, true), "a😀b");
+    let mut detokenizer = Detokenizer::new(&tokenizer, &[], true).unwrap();
+    let mut text = String::new();
+    for _ in 0..100 {
+        detokenizer.push(&tokenizer, 0x80, &mut text).unwrap();
+    }
+    assert!(text.chars().count() > 50, "{}", text.chars().count());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn text_comes_out_whole_where_tokens_are_no_bytes(parts in prop::collection::vec(prop::sample::select(vec!["▁", "▁a", "b", "c", "é", "😀"]), 0..20)) {
+        let tokenizer = with_byte_fallback();
+        let known = ["▁", "▁a", "b", "c"];
+        let ids: Vec<u32> = parts.iter().flat_map(|part| match known.iter().position(|token| token == part) {
+            Some(at) => vec![256 + at as u32],
+            None => part.bytes().map(u32::from).collect(),
+        }).collect();
+        prop_assert_eq!(detokenized(&tokenizer, &[], &ids, true), tokenizer.decode(&ids, true).unwrap());
+    }
 
     #[test]
     fn ids_that_arrive_one_by_one_give_the_text_that_all_give(text in "(Hello|the|[a-c ]|é|🦀|😀|\n|<\\|im_end\\|>|<think>){0,24}", skip: bool) {

@@ -295,6 +295,9 @@ impl Cursor {
                     }
                     None => early = Some(self.value_text().await?),
                 }
+            } else if calls.strict && !["type", "id"].contains(&key) {
+                // Any JSON looks like a call at first: the sooner it is known to be none, the less is held back.
+                return Err(Malformed);
             } else {
                 self.value(Sink::Dropped).await?;
             }

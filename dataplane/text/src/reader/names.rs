@@ -4,7 +4,10 @@
 //! and SGLang call the same formats. Formats that are not built have no name here: asking for one is an error that lists
 //! those that exist.
 
+use smg_apis::generation::{Reading, ToolChoice};
 use thiserror::Error;
+
+use crate::tokenizer::Tokenizer;
 
 /// No parser of that name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -49,10 +52,14 @@ impl Parsers {
         self.reasoning.is_harmony() || self.tools == ToolParser::Harmony
     }
 
-    /// Whether special tokens have to be spelled out for them to be seen: `tools` = calls are looked for.
+    /// Whether special tokens have to be spelled out, as what the parsers look for may be such. `reading`: what is looked for.
     #[must_use]
-    pub fn need_special_tokens(self, tools: bool) -> bool {
-        (tools && self.tools != ToolParser::Passthrough) || self.harmony() || self.reasoning == COHERE
+    pub fn need_special_tokens(self, reading: &Reading, tokenizer: &Tokenizer) -> bool {
+        let special = |text: &&str| tokenizer.id_of(text).is_some_and(|id| tokenizer.is_special(id));
+        let marks = self.reasoning.marks().map_or([""; 2], |marks| [marks.open, marks.close]);
+        self.harmony()
+            || (reading.separate_reasoning && marks.iter().any(|mark| special(mark)))
+            || (reading.tools == ToolChoice::Auto && self.tools != ToolParser::Passthrough)
     }
 }
 
@@ -76,7 +83,7 @@ const THINKING: &Marks = &Marks { habit: true, ..marks("<think>", "</think>") };
 const THINK_OR_CALL: &Marks = &Marks { calls_end_it: true, ..marks("<think>", "</think>") };
 const THINKING_OR_CALL: &Marks = &Marks { habit: true, calls_end_it: true, ..marks("<think>", "</think>") };
 const KIMI: &Marks = &marks("◁think▷", "◁/think▷");
-const COHERE_MARKS: &Marks = &marks("<|START_THINKING|>", "<|END_THINKING|>");
+const COHERE: &Marks = &marks("<|START_THINKING|>", "<|END_THINKING|>");
 const MINIMAX_M3: &Marks = &marks("<mm:think>", "</mm:think>");
 const MISTRAL: &Marks = &marks("[THINK]", "[/THINK]");
 
@@ -91,8 +98,6 @@ enum Reasoning {
     Marks(&'static Marks),
     Harmony,
 }
-
-const COHERE: ReasoningParser = ReasoningParser(Reasoning::Marks(COHERE_MARKS));
 
 /// Name, and what it stands for.
 const REASONING: &[(&str, Reasoning)] = &[
@@ -110,7 +115,7 @@ const REASONING: &[(&str, Reasoning)] = &[
     ("step3", Reasoning::Marks(THINKING)),
     ("minimax", Reasoning::Marks(THINKING_OR_CALL)),
     ("minimax_m3", Reasoning::Marks(MINIMAX_M3)),
-    ("cohere_cmd", Reasoning::Marks(COHERE_MARKS)),
+    ("cohere_cmd", Reasoning::Marks(COHERE)),
     ("nano_v3", Reasoning::Marks(THINK_OR_CALL)),
     ("mistral", Reasoning::Marks(MISTRAL)),
     ("gpt_oss", Reasoning::Harmony),

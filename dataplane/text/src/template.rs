@@ -203,7 +203,8 @@ impl ChatTemplate {
 
     /// A template that takes the text out of a part wants parts; one that fails on them or prints them wants strings.
     fn format_of(&self, name: &str) -> ContentFormat {
-        const PROBE: &str = "x-probe-x";
+        // No filter for letters changes it.
+        const PROBE: &str = "8243170965";
         let part = serde_json::json!([{"type": "text", "text": PROBE}]);
         let message = serde_json::json!([{"role": "user", "content": part}]);
         let mut variables = self.tokens.clone();

@@ -12,7 +12,7 @@ use smg_text::detokenize::Detokenizer;
 use smg_text::reader::{Parsers, Reader, Task};
 use smg_text::source::{Files, SourceError};
 use smg_text::template::TemplateError;
-use smg_text::{Sample, SampleRules, TextModel, Tokenizer};
+use smg_text::{ChatTemplate, Sample, SampleRules, TextModel, Tokenizer};
 
 const EOS: u32 = 318;
 
@@ -73,6 +73,32 @@ fn tools_calls_and_variables_reach_the_template() {
     assert!(text.ends_with("assistant\n<think>\n\n</think>\n\n"), "{text}");
     let parsers = Parsers::choose(None, None, "qwen3").unwrap();
     assert_eq!(parsers.reasoning.opened_by(&text, None), Some(false));
+}
+
+/// What Jinja2 (set up as `transformers` does it) and Hugging Face's tokenizers made of the same, once.
+#[test]
+fn prompts_and_ids_are_those_of_the_reference_libraries() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("reference.json")).unwrap()).unwrap();
+    let own = model();
+    for case in &cases {
+        let other = case["template"].as_str().map(|source| {
+            let tokens = [("bos_token", "<|endoftext|>"), ("eos_token", "<|im_end|>")];
+            let tokens = tokens.map(|(name, text)| (name.to_owned(), text.to_owned()));
+            ChatTemplate::new(vec![("default".to_owned(), source.to_owned())], &tokens).unwrap()
+        });
+        let chat = ChatPrompt {
+            messages: case["messages"].as_array().unwrap().clone(),
+            tools: case["tools"].as_array().cloned().unwrap_or_default(),
+            variables: case["variables"].as_object().cloned().unwrap_or_default(),
+            continue_final_message: false,
+        };
+        let template = other.as_ref().or(own.template.as_ref()).unwrap();
+        let text = template.render(&chat, 1_700_000_000).unwrap().text;
+        assert_eq!(text, case["text"].as_str().unwrap());
+        let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+        assert_eq!(*own.encode(&text, false).unwrap(), *ids);
+    }
 }
 
 #[test]

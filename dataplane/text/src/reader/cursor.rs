@@ -343,14 +343,21 @@ impl Cursor {
         if text.is_empty() {
             return;
         }
-        let text = text.to_owned();
-        let piece = match sink {
-            Sink::Content => Piece::Content(text),
-            Sink::Reasoning => Piece::Reasoning(text),
-            Sink::Arguments(index) => Piece::ToolArguments { index, fragment: text },
-            Sink::Dropped => return,
-        };
-        self.piece(piece);
+        // Formats write character by character: what goes on is added in place.
+        match (sink, self.pieces.last_mut()) {
+            (Sink::Dropped, _) => {}
+            (Sink::Content, Some(Piece::Content(last))) | (Sink::Reasoning, Some(Piece::Reasoning(last))) => {
+                last.push_str(text);
+            }
+            (Sink::Arguments(this), Some(Piece::ToolArguments { index, fragment })) if this == *index => {
+                fragment.push_str(text);
+            }
+            (Sink::Content, _) => self.pieces.push(Piece::Content(text.to_owned())),
+            (Sink::Reasoning, _) => self.pieces.push(Piece::Reasoning(text.to_owned())),
+            (Sink::Arguments(index), _) => {
+                self.pieces.push(Piece::ToolArguments { index, fragment: text.to_owned() });
+            }
+        }
     }
 
     /// Writes a piece.

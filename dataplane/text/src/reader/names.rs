@@ -58,7 +58,7 @@ impl Parsers {
         let special = |text: &&str| tokenizer.id_of(text).is_some_and(|id| tokenizer.is_special(id));
         let marks = self.reasoning.marks().map_or([""; 2], |marks| [marks.open, marks.close]);
         self.harmony()
-            || (reading.separate_reasoning && marks.iter().any(|mark| special(mark)))
+            || (reading.separate_reasoning && marks.iter().any(special))
             || (reading.tools == ToolChoice::Auto && self.tools != ToolParser::Passthrough)
     }
 }

@@ -35,6 +35,11 @@ impl Builder {
                 api_key: None,
                 overrides: Vec::new(),
                 records: 10_000,
+                grpc: false,
+                cached_tokens: 0,
+                tokens_per_chunk: 1,
+                default_sampling: String::new(),
+                overlooks_drops: false,
             },
             ports: Ports::default(),
             engine_id: None,
@@ -119,7 +124,39 @@ impl Builder {
         self
     }
 
-    /// Sets or replaces a field of SGLang's server info.
+    /// Speaks gRPC instead of HTTP.
+    pub fn grpc(mut self) -> Self {
+        self.settings.grpc = true;
+        self
+    }
+
+    /// Prompt tokens that the engine says it had in its cache, over gRPC; none by default.
+    pub fn cached_tokens(mut self, tokens: usize) -> Self {
+        self.settings.cached_tokens = tokens;
+        self
+    }
+
+    /// Tokens in one message of a streamed answer over gRPC; 1 by default.
+    pub fn tokens_per_chunk(mut self, tokens: usize) -> Self {
+        self.settings.tokens_per_chunk = tokens;
+        self
+    }
+
+    /// What the model's publisher recommends (`default_sampling_params_json` over gRPC); nothing by default.
+    pub fn default_sampling(mut self, json: impl Into<String>) -> Self {
+        self.settings.default_sampling = json.into();
+        self
+    }
+
+    /// Overlooks that a gRPC call was dropped: its request ends only when it is done or aborted. Servicers abort it, as far
+    /// as they learn of it.
+    pub fn overlooks_dropped_calls(mut self, overlooks: bool) -> Self {
+        self.settings.overlooks_drops = overlooks;
+        self
+    }
+
+    /// Sets or replaces a field of what the engine says of itself: SGLang's server info, and over gRPC `server_args` or
+    /// vLLM's field of that name.
     pub fn server_info(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Self {
         self.settings.server_info.push((name.into(), value.into()));
         self
@@ -170,11 +207,14 @@ impl Builder {
     /// Starts listening on 127.0.0.1.
     pub async fn start(self) -> io::Result<MockEngine> {
         let Builder { settings, mut ports, engine_id } = self;
+        if settings.engine == Engine::Tokenspeed && !settings.grpc {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "TokenSpeed speaks gRPC only"));
+        }
         let vllm = settings.engine == Engine::Vllm;
-        let moriio = vllm && matches!(settings.connector, Connector::MoriioRead | Connector::MoriioWrite);
-        let transfers = moriio || vllm && matches!(settings.connector, Connector::Nixl | Connector::Mooncake);
-        let bootstraps = settings.role == Role::Prefill
-            && (settings.engine == Engine::Sglang || settings.connector == Connector::Mooncake);
+        let connector = settings.connector.projected();
+        let moriio = vllm && matches!(connector, Connector::MoriioRead | Connector::MoriioWrite);
+        let transfers = moriio || vllm && matches!(connector, Connector::Nixl | Connector::Mooncake);
+        let bootstraps = settings.role == Role::Prefill && (!vllm || *connector == Connector::Mooncake);
         if transfers {
             ports.side_channel.get_or_insert(0);
         }

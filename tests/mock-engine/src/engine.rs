@@ -1,10 +1,10 @@
 //! An engine: its settings, its state, its life.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,11 +17,12 @@ use tokio_util::task::TaskTracker;
 use crate::builder::Builder;
 use crate::fabric::{self, Fabric, Holder};
 use crate::fault::{Fault, Faults};
+use crate::grpc::{self, Abort, Call, CallFault, CallFaults, Calls};
 use crate::http::{self, Reply, Request};
 use crate::ledger::Ledger;
 use crate::load::Load;
 use crate::record::{Recorded, Recorder, Tally};
-use crate::{sglang, vllm};
+use crate::{sglang, vllm, vocabulary};
 
 /// Which engine is played.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -30,6 +31,8 @@ pub enum Engine {
     Sglang,
     /// vLLM 0.32, OpenAI routes.
     Vllm,
+    /// TokenSpeed, over gRPC only.
+    Tokenspeed,
 }
 
 /// The engine's part in disaggregated serving.
@@ -58,6 +61,39 @@ pub enum Connector {
     MoriioWrite,
     /// Any other, by name: transfer fields are ignored and every prompt is computed locally.
     Other(String),
+    /// `MultiConnector` over children, each with the engine id it may have of its own.
+    Multi(Vec<(Connector, Option<String>)>),
+}
+
+impl Connector {
+    /// The connector that a servicer reports and the engine acts as: the one NIXL or Mooncake child of several, else itself.
+    pub(crate) fn projected(&self) -> &Connector {
+        self.one_child().map_or(self, |(child, _)| child)
+    }
+
+    /// The engine id that comes with it.
+    fn projected_id(&self) -> Option<&str> {
+        self.one_child().and_then(|(_, id)| id.as_deref())
+    }
+
+    fn one_child(&self) -> Option<&(Connector, Option<String>)> {
+        let Connector::Multi(children) = self else { return None };
+        let mut moving = children.iter().filter(|(child, _)| matches!(child, Connector::Nixl | Connector::Mooncake));
+        moving.next().filter(|_| moving.next().is_none())
+    }
+
+    /// The name in `--kv-transfer-config`; empty when there is none.
+    pub(crate) fn reported_name(&self) -> String {
+        match self {
+            Connector::None => "",
+            Connector::Nixl => "NixlConnector",
+            Connector::Mooncake => "MooncakeConnector",
+            Connector::MoriioRead | Connector::MoriioWrite => "MoRIIOConnector",
+            Connector::Multi(_) => "MultiConnector",
+            Connector::Other(name) => name,
+        }
+        .to_owned()
+    }
 }
 
 impl std::str::FromStr for Connector {
@@ -94,6 +130,18 @@ pub(crate) struct Settings {
     pub(crate) api_key: Option<String>,
     pub(crate) overrides: Vec<(String, u16, Bytes)>,
     pub(crate) records: usize,
+    pub(crate) grpc: bool,
+    pub(crate) cached_tokens: usize,
+    pub(crate) tokens_per_chunk: usize,
+    pub(crate) default_sampling: String,
+    pub(crate) overlooks_drops: bool,
+}
+
+impl Settings {
+    /// Where the model is said to lie.
+    pub(crate) fn model_path(&self) -> String {
+        format!("/models/{}", self.model)
+    }
 }
 
 /// Ports listened on; 0 asks the system for one and becomes what it gave.
@@ -132,6 +180,19 @@ impl Life {
     }
 }
 
+/// Tokens that a running request is said to hold.
+const USED_TOKENS: usize = 128;
+
+/// What a load report over gRPC says.
+pub(crate) struct Report {
+    pub(crate) running: i32,
+    pub(crate) waiting: i32,
+    pub(crate) max_running: i32,
+    pub(crate) used_tokens: i32,
+    pub(crate) usage: f64,
+    pub(crate) timestamp: String,
+}
+
 /// The state that every connection shares.
 pub(crate) struct Core {
     pub(crate) settings: Settings,
@@ -143,6 +204,13 @@ pub(crate) struct Core {
     pub(crate) blocks: AtomicU64,
     /// What replaces fields of MoRI-IO handoffs.
     pub(crate) handoff_patch: Mutex<Option<serde_json::Value>>,
+    /// What every answer over gRPC says, instead of words that follow from the prompt.
+    pub(crate) script: Mutex<Option<Vec<u32>>>,
+    pub(crate) calls: Calls,
+    pub(crate) call_faults: CallFaults,
+    /// Calls received, by method.
+    call_counts: Mutex<BTreeMap<String, u64>>,
+    healthy: AtomicBool,
     ports: Mutex<Ports>,
     incarnation: Mutex<Incarnation>,
     life: Mutex<Life>,
@@ -150,7 +218,7 @@ pub(crate) struct Core {
 }
 
 /// Seconds since 1970.
-fn now() -> f64 {
+pub(crate) fn now() -> f64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
@@ -202,6 +270,60 @@ impl Core {
         life.connections.close();
     }
 
+    /// What the engine answers to health checks over gRPC.
+    pub(crate) fn health(&self) -> (bool, String) {
+        let healthy = self.healthy.load(Ordering::Relaxed);
+        (healthy, if healthy { "Health" } else { "the engine is not well" }.to_owned())
+    }
+
+    pub(crate) fn count_call(&self, method: &str) {
+        *self.call_counts.lock().entry(method.to_owned()).or_default() += 1;
+    }
+
+    /// Ends when the engine stops.
+    pub(crate) fn serving(&self) -> CancellationToken {
+        self.life.lock().serving.clone()
+    }
+
+    /// Whether a prompt can be served at all.
+    pub(crate) fn check_prompt(&self, ids: &[u32]) -> Result<(), tonic::Status> {
+        let longest = self.settings.max_model_len;
+        if ids.is_empty() {
+            return Err(tonic::Status::invalid_argument("The decoder prompt cannot be empty"));
+        }
+        if ids.len() >= longest {
+            let message = format!("the prompt has {} tokens and the model's context {longest}", ids.len());
+            return Err(tonic::Status::invalid_argument(message));
+        }
+        Ok(())
+    }
+
+    /// The engine dies: it listens no more and every connection is cut.
+    pub(crate) fn crash(&self) {
+        self.life.lock().accepting.cancel();
+        self.close_connections();
+    }
+
+    /// Tokens that the engine's KV cache holds.
+    pub(crate) fn kv_tokens(&self) -> i32 {
+        1_048_576
+    }
+
+    /// How busy the engine says it is.
+    pub(crate) fn report(&self) -> Report {
+        let (running, active) = (self.load.running(), self.load.active());
+        let whole = |number: usize| i32::try_from(number).unwrap_or(i32::MAX);
+        let used = whole(running.saturating_mul(USED_TOKENS));
+        Report {
+            running: whole(running),
+            waiting: whole(active.saturating_sub(running)),
+            max_running: self.settings.max_running.map_or(0, whole),
+            used_tokens: used,
+            usage: f64::from(used) / f64::from(self.kv_tokens()),
+            timestamp: "2026-01-01T00:00:00.000000+00:00".to_owned(),
+        }
+    }
+
     async fn stop(&self) {
         self.close_listeners().await;
         self.close_connections();
@@ -248,10 +370,14 @@ impl Core {
             });
         }
         let (core, serving) = (Arc::clone(self), life.serving.clone());
-        accept(&life, main, move |stream| {
-            let number = core.connections_seen.fetch_add(1, Ordering::Relaxed);
-            http::serve(stream, number, Arc::clone(&core), serving.clone())
-        });
+        if core.settings.grpc {
+            accept(&life, main, move |stream| grpc::serve(stream, Arc::clone(&core), serving.clone()));
+        } else {
+            accept(&life, main, move |stream| {
+                let number = core.connections_seen.fetch_add(1, Ordering::Relaxed);
+                http::serve(stream, number, Arc::clone(&core), serving.clone())
+            });
+        }
         *self.life.lock() = life;
         Ok(())
     }
@@ -312,6 +438,8 @@ pub(crate) async fn handle(core: &Arc<Core>, request: &Request) -> Reply {
     match core.settings.engine {
         Engine::Sglang => sglang::handle(core, request).await,
         Engine::Vllm => vllm::handle(core, request).await,
+        // It does not start without gRPC.
+        Engine::Tokenspeed => Reply::not_found(),
     }
 }
 
@@ -340,8 +468,15 @@ impl MockEngine {
     pub(crate) async fn start(settings: Settings, ports: Ports, engine_id: Option<String>) -> io::Result<Self> {
         let load = Load::default();
         load.limit(settings.max_running);
+        let recorder = Arc::new(Recorder::new(settings.records, settings.patience));
+        let engine_id = settings.connector.projected_id().map(str::to_owned).or(engine_id);
         let core = Arc::new(Core {
-            recorder: Arc::new(Recorder::new(settings.records, settings.patience)),
+            calls: Calls::new(settings.records, Arc::clone(&recorder)),
+            call_faults: CallFaults::default(),
+            call_counts: Mutex::default(),
+            script: Mutex::default(),
+            healthy: AtomicBool::new(true),
+            recorder,
             faults: Faults::default(),
             load,
             fabric: Fabric::default(),
@@ -366,12 +501,13 @@ impl MockEngine {
         Builder::new()
     }
 
-    /// `http://127.0.0.1:<port>`.
+    /// `http://127.0.0.1:<port>`, or `grpc://127.0.0.1:<port>`.
     pub fn url(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port())
+        let scheme = if self.core.settings.grpc { "grpc" } else { "http" };
+        format!("{scheme}://127.0.0.1:{}", self.port())
     }
 
-    /// HTTP port.
+    /// HTTP or gRPC port.
     pub fn port(&self) -> u16 {
         self.core.ports().http
     }
@@ -427,6 +563,43 @@ impl MockEngine {
     /// Forgets what was received.
     pub fn clear_requests(&self) {
         self.core.recorder.clear();
+        self.core.calls.clear();
+    }
+
+    /// The `Generate` calls received over gRPC, oldest first, as far as they are remembered.
+    pub fn calls(&self) -> Vec<Call> {
+        self.core.calls.all()
+    }
+
+    /// How many calls of this gRPC method were received, for example `GetServerInfo`.
+    pub fn call_count(&self, method: &str) -> u64 {
+        self.core.call_counts.lock().get(method).copied().unwrap_or(0)
+    }
+
+    /// The aborts received over gRPC, oldest first, as far as they are remembered.
+    pub fn aborts(&self) -> Vec<Abort> {
+        self.core.calls.aborts()
+    }
+
+    /// Ids of the requests that are inside a gRPC engine. When a test ends there should be none.
+    pub fn open_requests(&self) -> Vec<String> {
+        self.core.calls.open()
+    }
+
+    /// Lets every answer over gRPC say this and then end, instead of words that follow from the prompt. `None` = those
+    /// words again. A prefill leg says the first token of it.
+    pub fn replies_with(&self, text: Option<&str>) {
+        *self.core.script.lock() = text.map(vocabulary::encode);
+    }
+
+    /// Adds a fault of gRPC calls. The first one added that meets a call applies, alone.
+    pub fn set_call_fault(&self, fault: CallFault) {
+        self.core.call_faults.add(fault);
+    }
+
+    /// What a gRPC engine says of its health from now on.
+    pub fn set_healthy(&self, healthy: bool) {
+        self.core.healthy.store(healthy, Ordering::Relaxed);
     }
 
     /// Waits until `count` generation requests were received since the start.
@@ -505,6 +678,7 @@ impl MockEngine {
     /// Removes all faults. Requests that met one keep it.
     pub fn clear_faults(&self) {
         self.core.faults.clear();
+        self.core.call_faults.clear();
     }
 
     /// Stops: connections are reset, new ones refused, all KV is lost.

@@ -1,4 +1,4 @@
-//! Mock SGLang and vLLM engines that enforce the engines' protocol rules.
+//! Mock SGLang, vLLM and TokenSpeed engines that enforce the engines' protocol rules.
 //!
 //! A gateway for prefill and decode engines can look right and be wrong: a decode engine that was handed no KV computes
 //! the prompt again and answers the same. These engines cannot be fooled. A decode leg answers as if it had the KV only
@@ -7,6 +7,11 @@
 //!
 //! Shapes of requests, answers, probes and metrics are those of vLLM 0.32 and SGLang 0.5. Everything received is
 //! recorded; faults are switched on per kind of request.
+//!
+//! Over gRPC ([`Builder::grpc`]) the engines take token ids and give token ids of a real tokenizer ([`tokenizer_path`]).
+//! A request is inside the engine until it is done or aborted ([`MockEngine::open_requests`], [`MockEngine::calls`],
+//! [`MockEngine::aborts`]); its faults are [`CallFault`]s. The first words of an answer are [`expected_tokens`] of the
+//! prompt, unless the engine is told what to say ([`MockEngine::replies_with`]).
 //!
 //! ```no_run
 //! # async fn example() -> std::io::Result<()> {
@@ -29,6 +34,7 @@ mod engine;
 mod fabric;
 mod fault;
 mod generate;
+mod grpc;
 mod http;
 mod json;
 mod ledger;
@@ -39,11 +45,14 @@ mod responses;
 mod sglang;
 mod text;
 mod vllm;
+mod vocabulary;
 
 pub use builder::Builder;
 pub use engine::{Connector, Engine, MockEngine, Role, TimedOut};
 pub use fault::Fault;
+pub use grpc::{Abort, Asked, Call, CallEnd, CallFault, expected_tokens};
 pub use record::{Recorded, Tally};
+pub use vocabulary::{decode, encode, end_of_answer, tokenizer_path};
 
 /// Creation time in answers, seconds since the epoch. Fixed, so that equal requests have equal answers.
 const CREATED: u64 = 1_767_225_600;
@@ -51,3 +60,5 @@ const CREATED: u64 = 1_767_225_600;
 const VERSION_VLLM: &str = "0.32.0";
 /// Version that the SGLang mock reports.
 const VERSION_SGLANG: &str = "0.5.23";
+/// Version that the TokenSpeed mock reports.
+const VERSION_TOKENSPEED: &str = "0.4.0";

@@ -7,7 +7,7 @@ use clap::Parser;
 use mock_engine::{Connector, Engine, MockEngine, Role};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// A mock SGLang or vLLM engine on 127.0.0.1. Prints `ready <url>` when it listens; ends on SIGTERM or SIGINT.
+/// A mock SGLang, vLLM or TokenSpeed engine on 127.0.0.1. Prints `ready <url>` when it listens; ends on SIGTERM or SIGINT.
 #[derive(Parser)]
 #[command(name = "mock-engine", version)]
 struct Arguments {
@@ -56,6 +56,12 @@ struct Arguments {
     /// Data parallel ranks
     #[arg(long)]
     dp_size: Option<u64>,
+    /// Speak gRPC instead of HTTP
+    #[arg(long)]
+    grpc: bool,
+    /// Tokens in one message of a streamed answer over gRPC
+    #[arg(long, default_value_t = 1)]
+    tokens_per_chunk: usize,
 }
 
 #[tokio::main]
@@ -89,6 +95,9 @@ async fn main() -> io::Result<()> {
     }
     if let Some(ranks) = arguments.dp_size {
         builder = builder.dp_size(ranks);
+    }
+    if arguments.grpc {
+        builder = builder.grpc().tokens_per_chunk(arguments.tokens_per_chunk);
     }
     if arguments.no_record {
         builder = builder.records(0);

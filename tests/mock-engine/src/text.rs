@@ -43,6 +43,11 @@ impl Prompt {
         Prompt { digest: digest.0, tokens: ids.len().max(1) }
     }
 
+    /// The prompt of these tokens.
+    pub(crate) fn of_token_ids(ids: &[u32]) -> Self {
+        Self::of_ids(&ids.iter().map(|id| i64::from(*id)).collect::<Vec<_>>())
+    }
+
     /// The prompt of sample `number` of this prompt: sample 0 is the prompt itself.
     pub(crate) fn sample(self, number: usize) -> Self {
         Prompt {
@@ -57,6 +62,11 @@ impl Prompt {
     /// Token id `index` of the answer.
     pub(crate) fn token_id(self, index: usize) -> usize {
         (mix(self.digest.wrapping_add(index as u64)) % WORDS.len() as u64) as usize
+    }
+
+    /// Word `index` of the answer.
+    pub(crate) fn word(self, index: usize) -> &'static str {
+        WORDS.get(self.token_id(index)).copied().unwrap_or_default()
     }
 
     /// Appends the text of token `index` of the answer.
@@ -164,7 +174,7 @@ impl Digest {
 }
 
 /// A bijection of 64-bit numbers that spreads neighbours (the finaliser of splitmix64).
-fn mix(number: u64) -> u64 {
+pub(crate) fn mix(number: u64) -> u64 {
     let number = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

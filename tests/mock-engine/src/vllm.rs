@@ -322,7 +322,7 @@ async fn fetch(core: &Core, source: &Source, take: &Take) -> Result<Kv, NoKv> {
 }
 
 /// `kv_transfer_params` of a NIXL prefill's answer.
-fn transfer_params(core: &Core, request_id: &str, tokens: usize) -> String {
+pub(crate) fn transfer_params(core: &Core, request_id: &str, tokens: usize) -> String {
     let blocks = tokens.div_ceil(BLOCK) as u64;
     let first = core.blocks.fetch_add(blocks, Ordering::Relaxed);
     let ids: Vec<String> = (first..first + blocks).map(|id| id.to_string()).collect();

@@ -28,6 +28,7 @@ pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
         gateway_id,
         data_dir: args.data_dir,
         worker_tls: Some(process::worker_tls(&args.worker_tls)?),
+        text: args.text,
         ..options(&args.edge, args.keys)
     };
     let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Tcp(args.controlplane));

@@ -69,6 +69,7 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
         // The store is durable here: a second copy of its state has no use.
         data_dir: None,
         worker_tls: Some(worker_tls),
+        text: args.text,
         ..gateway::options(&args.edge, args.keys)
     };
     let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Memory(connector));

@@ -78,7 +78,7 @@ const OF_POLICIES: &[(&str, &str, &[&str])] = &[
 
 /// Documented series that have no meaning in this version, and why. What names a prefix means every series that begins so.
 const WITHOUT_MEANING: &[(&str, &str)] = &[
-    ("smg_router_ttft_seconds", "counts tokens: the gateway does not tokenize HTTP traffic"),
+    ("smg_router_ttft_seconds", "counts tokens: HTTP traffic is not tokenized here"),
     ("smg_router_tpot_seconds", "counts tokens"),
     ("smg_router_generation_duration_seconds", "counts tokens"),
     ("smg_router_tokens_total", "counts tokens"),
@@ -97,12 +97,12 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
     ("smg_history_", "no stored conversations"),
     ("smg_kv_event_", "no events of KV caches"),
     ("smg_kv_index_", "no index of KV caches"),
-    ("smg_tokenizer_", "no tokenizer"),
+    ("smg_tokenizer_", "HTTP traffic is not tokenized here"),
     ("smg_mm_", "no multimodal processing"),
     ("smg_mcp_", "no MCP"),
     ("smg_db_", "no database"),
     ("smg_responses_", "responses belong to the engine"),
-    ("smg_detokenize_", "no tokenizer"),
+    ("smg_detokenize_", "HTTP traffic is not tokenized here"),
 ];
 
 /// Documented series of features that this version does not have yet. One that arrives gets a row above.

@@ -242,7 +242,7 @@ const TABLES: &[Table] = &[
             ),
             (
                 "documented start commands over gRPC",
-                By("src/cli/tests.rs", "every_documented_grpc_start_command_parses_and_warns_about_the_tokenizer"),
+                By("src/cli/tests.rs", "every_documented_grpc_start_command_parses_and_keeps_its_model"),
             ),
         ],
     ),

@@ -177,7 +177,6 @@ const GROUPS: &[Group] = &[
     Group {
         feature: "tokenizing in the gateway",
         flags: &[
-            one(&["chat-template"]),
             off_switch(&["disable-tokenizer-autoload"]),
             switch(&["tokenizer-cache-enable-l0"]),
             switch(&["tokenizer-cache-enable-l1"]),
@@ -186,10 +185,7 @@ const GROUPS: &[Group] = &[
             one(&["tokenizer-cache-l1-max-memory"]),
         ],
     },
-    Group {
-        feature: "parsing reasoning and tool calls in the gateway",
-        flags: &[one(&["reasoning-parser"]), one(&["tool-call-parser"]), one(&["parser"])],
-    },
+    Group { feature: "parsing reasoning and tool calls in the gateway", flags: &[one(&["parser"])] },
     Group { feature: "calling MCP servers", flags: &[one(&["mcp-config-path"])] },
     Group {
         feature: "storing conversations",

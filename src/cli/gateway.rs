@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use smg_gateway::Keys;
+use smg_gateway::{Keys, TextOptions};
 use smg_net::tls::ClientFiles;
 
 use super::access::KeyFlags;
@@ -67,6 +67,8 @@ pub struct GatewayArgs {
     pub data_dir: Option<PathBuf>,
     /// Name of this gateway in the fleet, when it was given.
     pub gateway_id: Option<String>,
+    /// How requests become tokens where workers speak gRPC.
+    pub text: TextOptions,
     /// What the operator should know; to be logged once logging runs.
     pub warnings: Vec<String>,
 }
@@ -83,8 +85,7 @@ impl GatewayFlags {
             return Err(CliError::refused("smg gateway", reason));
         }
         let keys = self.keys.resolve()?;
-        let mut warnings: Vec<String> = self.token_wire.warnings().collect();
-        warnings.extend(self.token_wire.fleet_warning());
+        let mut warnings: Vec<String> = self.token_wire.fleet_warning().into_iter().collect();
         warnings.extend(self.edge.open_warning(&keys));
         warnings.push("--insecure: the control plane is reached without TLS and tokens".to_owned());
         Ok(GatewayArgs {
@@ -95,6 +96,7 @@ impl GatewayFlags {
             controlplane: self.fleet.controlplane,
             data_dir: self.fleet.data_dir,
             gateway_id: self.fleet.gateway_id,
+            text: self.token_wire.text()?,
             warnings,
         })
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use smg_fleet::{PolicyDocument, WorkerSpec};
-use smg_gateway::Keys;
+use smg_gateway::{Keys, TextOptions};
 use smg_net::tls::ClientFiles;
 
 use super::access::{KeyFlags, TokenArgs, TokenFlags};
@@ -69,16 +69,25 @@ struct FleetFlags {
     insecure: bool,
 }
 
-/// Flags that only workers with a gRPC wire read. They are accepted so that a shared start command keeps working.
+/// Flags that concern workers with a gRPC wire only: the gateway turns their clients' words into tokens, and tokens into answers.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "gRPC workers (accepted, not used by HTTP workers)")]
+#[command(next_help_heading = "gRPC workers")]
 pub(super) struct TokenWireFlags {
-    /// Model whose tokenizer is used
-    #[arg(long, alias = "model", value_name = "MODEL")]
-    model_path: Option<String>,
-    /// Tokenizer to use instead
+    /// Directory of the model whose tokenizer is used where workers report none
+    #[arg(long, alias = "model", value_name = "PATH")]
+    model_path: Option<PathBuf>,
+    /// Directory or file of the tokenizer to use instead
     #[arg(long, value_name = "PATH")]
-    tokenizer_path: Option<String>,
+    tokenizer_path: Option<PathBuf>,
+    /// File with a chat template that replaces those of all models
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+    /// How tool calls are found in the output, unless a worker's label `tool_parser` says so [default: by the model's id]
+    #[arg(long, value_name = "NAME")]
+    tool_call_parser: Option<String>,
+    /// How reasoning is told apart in the output, unless a worker's label `reasoning_parser` says so [default: by the model's id]
+    #[arg(long, value_name = "NAME")]
+    reasoning_parser: Option<String>,
     /// Time a request waits for a decode slot, in seconds [default: 30]
     #[arg(long, value_name = "SECONDS")]
     pd_admission_wait_secs: Option<u64>,
@@ -104,12 +113,18 @@ impl TokenWireFlags {
         Some("--pd-admission-wait-secs has no effect here: it is fleet-wide (PUT /fleet/policies/default)".to_owned())
     }
 
-    /// One warning for each flag that was given.
-    pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
-        let given = [("--model-path", self.model_path.is_some()), ("--tokenizer-path", self.tokenizer_path.is_some())];
-        let given = given.into_iter().filter_map(|(flag, given)| given.then_some(flag));
-        given
-            .map(|flag| format!("{flag} has no effect: only gRPC workers use it, and this version serves HTTP workers"))
+    /// How a gateway turns words into tokens.
+    pub(super) fn text(&self) -> Result<TextOptions, CliError> {
+        let options = TextOptions {
+            tokenizer_path: self.tokenizer_path.clone(),
+            model_path: self.model_path.clone(),
+            chat_template: self.chat_template.clone(),
+            tool_parser: self.tool_call_parser.clone(),
+            reasoning_parser: self.reasoning_parser.clone(),
+            ..TextOptions::default()
+        };
+        options.check().map_err(|reason| CliError::refused("--tool-call-parser, --reasoning-parser", reason))?;
+        Ok(options)
     }
 }
 
@@ -138,6 +153,8 @@ pub struct LaunchArgs {
     pub controlplane_listen: Option<SocketAddr>,
     /// Name of this gateway in the fleet, when it was given.
     pub gateway_id: Option<String>,
+    /// How requests become tokens where workers speak gRPC.
+    pub text: TextOptions,
     /// What the operator should know; to be logged once logging runs.
     pub warnings: Vec<String>,
 }
@@ -190,13 +207,13 @@ impl LaunchFlags {
             data_dir: self.fleet.data_dir,
             controlplane_listen: self.fleet.controlplane_listen,
             gateway_id: self.fleet.gateway_id,
+            text: self.token_wire.text()?,
             warnings,
         })
     }
 
     fn warnings(&self) -> Vec<String> {
-        let mut warnings: Vec<String> = self.token_wire.warnings().collect();
-        warnings.extend(self.token_wire.wait_warning());
+        let mut warnings: Vec<String> = self.token_wire.wait_warning().into_iter().collect();
         if !self.workers.pd_disaggregation {
             let unused = self.workers.leg_flags().into_iter();
             warnings.extend(unused.map(|flag| format!("{flag} has no effect without --pd-disaggregation")));

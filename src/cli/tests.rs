@@ -163,10 +163,10 @@ fn every_documented_http_start_command_parses_as_written() {
 }
 
 #[test]
-fn every_documented_grpc_start_command_parses_and_warns_about_the_tokenizer() {
+fn every_documented_grpc_start_command_parses_and_keeps_its_model() {
     for line in GRPC_STARTS {
-        let arguments = launch(line);
-        assert!(arguments.warnings.iter().any(|warning| warning.starts_with("--model-path")), "{line}");
+        let model = launch(line).text.model_path;
+        assert_eq!(model.as_deref(), Some(std::path::Path::new("meta-llama/Llama-3.1-8B-Instruct")), "{line}");
     }
 }
 

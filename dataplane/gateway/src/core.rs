@@ -9,7 +9,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use smg_net::tls::{WorkerConnector, worker_connector};
 use smg_telemetry::Metrics;
 use smg_telemetry::fleet::FleetGauges;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -19,6 +19,10 @@ use crate::decision::Decisions;
 use crate::dispatch::leg::LegBody;
 use crate::fleet::table::RoutingTable;
 use crate::front::admission::Admission;
+use crate::grpc::channel::Connector;
+use crate::grpc::responses::Shelf;
+use crate::grpc::rooms::Rooms;
+use crate::grpc::tokenizers::Tokenizers;
 use crate::options::GatewayOptions;
 use crate::sync::Link;
 use crate::sync::freshness::Freshness;
@@ -42,6 +46,18 @@ pub struct Core {
     pub connections: Connections,
     /// For everything else that is asked of workers.
     pub client: HttpClient,
+    /// How connections to workers that speak gRPC are made.
+    pub grpc: Connector,
+    /// The tokenizers of models that are served over gRPC.
+    pub tokenizers: Tokenizers,
+    /// How many prompts are prepared at a time.
+    pub preparing: Semaphore,
+    /// The responses that are kept for later requests.
+    pub responses: Arc<Shelf>,
+    /// The bootstrap rooms in use over gRPC.
+    pub rooms: Arc<Rooms>,
+    /// What the ids of all requests to engines over gRPC begin with: no other gateway process has the same.
+    pub request_prefix: String,
     /// How many requests are served at once, if that is limited.
     pub admission: Option<Admission>,
     /// The way to the control plane.
@@ -56,7 +72,7 @@ pub struct Core {
     pub gauges: parking_lot::Mutex<FleetGauges>,
     /// Monotonic time.
     pub clock: Clock,
-    /// Work that outlives its request: prefill drains.
+    /// Work that outlives its request: prefill drains, and all legs over gRPC.
     pub background: TaskTracker,
     /// Set when the process is about to stop: readiness turns false.
     pub draining: CancellationToken,
@@ -72,6 +88,7 @@ impl Core {
         connector.set_connect_timeout(Some(options.connect_timeout));
         connector.set_keepalive(Some(std::time::Duration::from_secs(30)));
         let connector = worker_connector(connector, options.worker_tls.as_ref());
+        let grpc = Connector::new(options.connect_timeout, options.worker_tls.as_ref());
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(options.pool_idle_timeout)
@@ -83,6 +100,12 @@ impl Core {
         Arc::new(Self {
             connections,
             client,
+            grpc,
+            tokenizers: Tokenizers::default(),
+            preparing: Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from)),
+            responses: Arc::default(),
+            rooms: Arc::default(),
+            request_prefix: format!("{:012x}-", rand::random::<u64>() >> 16),
             admission,
             link: Arc::default(),
             freshness: Freshness::default(),

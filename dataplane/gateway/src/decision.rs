@@ -9,6 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use prometheus::Histogram;
 use serde::{Serialize, Serializer};
+use smg_fleet::Wire;
 use smg_fleet::policy::PolicyName;
 use smg_telemetry::Metrics;
 
@@ -173,6 +174,9 @@ pub struct Record {
     /// When the workers of the next attempt began to be chosen.
     #[serde(skip)]
     pub selecting_since: Millis,
+    /// The wire of the workers that served it.
+    #[serde(skip)]
+    pub wire: Wire,
 }
 
 /// A record that is being written.
@@ -181,7 +185,7 @@ pub struct Decision {
     record: Arc<Mutex<Record>>,
     arrived: std::time::Instant,
     trace: Option<Arc<RequestTrace>>,
-    stages: Arc<Stages>,
+    stages: Arc<[Stages; 2]>,
 }
 
 /// Histograms of the phases, by name.
@@ -195,8 +199,13 @@ struct Stages {
 }
 
 impl Stages {
-    fn new(metrics: &Metrics) -> Self {
-        let stage = |name| metrics.router_stage_duration.with_label_values(&["http", name]);
+    /// Those of HTTP and of gRPC.
+    fn both(metrics: &Metrics) -> [Self; 2] {
+        [Wire::Http, Wire::Grpc].map(|wire| Self::new(metrics, wire))
+    }
+
+    fn new(metrics: &Metrics, wire: Wire) -> Self {
+        let stage = |name| metrics.router_stage_duration.with_label_values(&[wire.as_str(), name]);
         Self {
             route: stage("route"),
             prefill: stage("prefill"),
@@ -261,7 +270,8 @@ impl Decision {
     /// The request has ended: its phases are measured and, if it is traced, recorded as spans.
     pub fn record_phases(&self) {
         let record = self.record.lock();
-        self.stages.observe(&record);
+        let [http, grpc] = &*self.stages;
+        if record.wire == Wire::Grpc { grpc } else { http }.observe(&record);
         if let Some(trace) = &self.trace {
             trace.record_phases(&record, self.arrived);
         }
@@ -298,13 +308,13 @@ impl Decision {
 pub struct Decisions {
     ring: Mutex<VecDeque<Arc<Mutex<Record>>>>,
     metrics: Arc<Metrics>,
-    stages: Arc<Stages>,
+    stages: Arc<[Stages; 2]>,
 }
 
 impl Decisions {
     /// An empty ring.
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        let stages = Arc::new(Stages::new(&metrics));
+        let stages = Arc::new(Stages::both(&metrics));
         Self { ring: Mutex::new(VecDeque::with_capacity(MAX_DECISIONS)), metrics, stages }
     }
 

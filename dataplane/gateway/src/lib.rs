@@ -17,6 +17,7 @@ pub mod decision;
 pub mod dispatch;
 pub mod fleet;
 pub mod front;
+pub mod grpc;
 pub mod hints;
 pub mod load;
 pub mod options;
@@ -34,9 +35,13 @@ pub use crate::core::Core;
 pub use front::access::Keys;
 pub use front::admission::AdmissionOptions;
 pub use front::cors::Origins;
+pub use grpc::tokenizers::TextOptions;
 pub use options::{GatewayOptions, LoadMonitorOptions};
 pub use sync::Link;
 pub use sync::dial::Dial;
+
+/// How long what is ended at last may take for it.
+const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// A running gateway, without its listener.
 pub struct Gateway {
@@ -51,6 +56,7 @@ impl Gateway {
         let link = sync::start(Arc::clone(&core), dial);
         smg_net::spawn("connection-sweep", connections::sweep_for_ever(Arc::clone(&core)));
         smg_net::spawn("policy-gauges", fleet::policies::show_for_ever(Arc::clone(&core)));
+        smg_net::spawn("tokenizers", grpc::tokenizers::follow_the_fleet(Arc::clone(&core)));
         smg_net::spawn("load-monitor", load::monitor::watch(Arc::clone(&core)));
         Self { core, link }
     }
@@ -86,6 +92,8 @@ impl Gateway {
         self.core.background.close();
         let _ = tokio::time::timeout(limit, self.core.background.wait()).await;
         self.core.closing.cancel();
+        // Legs over gRPC tell their engines before the process ends.
+        let _ = tokio::time::timeout(limit.min(LAST_WORDS), self.core.background.wait()).await;
         if let Some(tracer) = &self.core.options.tracer {
             tracer.flush(limit).await;
         }

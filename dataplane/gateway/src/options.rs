@@ -8,6 +8,7 @@ use smg_telemetry::trace::Tracer;
 use crate::front::access::Keys;
 use crate::front::admission::AdmissionOptions;
 use crate::front::cors::Origins;
+use crate::grpc::tokenizers::TextOptions;
 
 /// Settings of a gateway process.
 #[derive(Debug, Clone)]
@@ -44,6 +45,8 @@ pub struct GatewayOptions {
     pub keys: Keys,
     /// How engines are asked for their load.
     pub load: LoadMonitorOptions,
+    /// How requests become tokens where workers speak gRPC.
+    pub text: TextOptions,
     /// How long writes wait for the control plane.
     pub control_plane_timeout: Duration,
     /// Where traces go; none = requests are not traced.
@@ -92,6 +95,7 @@ impl Default for GatewayOptions {
             worker_tls: None,
             keys: Keys::default(),
             load: LoadMonitorOptions::default(),
+            text: TextOptions::default(),
             control_plane_timeout: Duration::from_secs(2),
             tracer: None,
         }

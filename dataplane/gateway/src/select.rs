@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 use smg_engines::Legs;
-use smg_fleet::WorkerId;
 use smg_fleet::policy::PolicyName;
+use smg_fleet::{Wire, WorkerId};
 use smg_policies::{Candidate, Leg};
 use thiserror::Error;
 
@@ -72,6 +72,13 @@ pub enum Selection {
 }
 
 impl Selection {
+    /// The wire of its workers.
+    pub fn wire(&self) -> Wire {
+        match self {
+            Self::Regular(worker) | Self::Pair { prefill: worker, .. } => worker.worker().record.wire(),
+        }
+    }
+
     /// Prefill and decode; twice the same when there is only one worker.
     pub fn ids(&self) -> [WorkerId; 2] {
         match self {
@@ -158,6 +165,8 @@ pub struct Choice<'a> {
     pub tried: &'a Tried,
     /// The request.
     pub hints: &'a Hints<'a>,
+    /// The wire that the workers must speak; `None` = any. The legs of a pair speak one anyway.
+    pub wire: Option<Wire>,
     /// Time, in milliseconds of the gateway's clock.
     pub now_ms: u64,
     /// How often engines are asked for their load, in seconds.
@@ -306,6 +315,9 @@ impl Choice<'_> {
     ) -> Usable {
         let mut usable = Usable::default();
         for (index, worker) in workers.enumerate() {
+            if self.wire.is_some_and(|wire| worker.record.wire() != wire) {
+                continue;
+            }
             let reason = match worker.standing(self.now_ms) {
                 Ok(Standing::Fine) => {
                     usable.fine.push(index);

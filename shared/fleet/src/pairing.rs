@@ -5,7 +5,8 @@
 //! documented system (SMG PD docs, "Prefill/Decode Pairing"): runtime, explicit protocol, transport, KV layout, and in strict mode the
 //! engine version.
 //!
-//! Legs on different wires never pair, whatever the mode: an HTTP leg and a gRPC leg have no common way to run a handoff.
+//! Legs on different wires never pair, whatever the mode: an HTTP leg and a gRPC leg have no common way to run a handoff. Over gRPC both
+//! legs are of one runtime, whatever the mode.
 
 use std::fmt;
 
@@ -149,7 +150,8 @@ pub fn mismatch(prefill: &Descriptor, decode: &Descriptor, mode: PairingMode) ->
         return vec!["connection_mode".to_owned()];
     }
     if mode == PairingMode::Off {
-        return Vec::new();
+        let one_runtime = prefill.wire != Wire::Grpc || prefill.runtime == decode.runtime;
+        return if one_runtime { Vec::new() } else { vec!["runtime".to_owned()] };
     }
     let strict = mode == PairingMode::Strict;
     let mut differing = Vec::new();
@@ -292,5 +294,16 @@ mod tests {
         for mode in PairingMode::ALL {
             assert_eq!(mismatch(&vllm(Some("nixl")), &grpc, *mode), ["connection_mode"]);
         }
+    }
+
+    #[test]
+    fn over_grpc_both_legs_are_of_one_runtime_whatever_the_mode() {
+        let grpc = |runtime| Descriptor { wire: Wire::Grpc, runtime: Some(runtime), ..vllm(None) };
+        for mode in PairingMode::ALL {
+            assert_eq!(mismatch(&grpc(Runtime::Vllm), &grpc(Runtime::Sglang), *mode), ["runtime"], "{mode}");
+        }
+        assert!(mismatch(&grpc(Runtime::Vllm), &grpc(Runtime::Vllm), PairingMode::Off).is_empty());
+        let http = |runtime| Descriptor { wire: Wire::Http, ..grpc(runtime) };
+        assert!(mismatch(&http(Runtime::Vllm), &http(Runtime::Sglang), PairingMode::Off).is_empty());
     }
 }

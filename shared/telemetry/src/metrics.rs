@@ -86,6 +86,12 @@ metrics! {
     router_stage_duration: HistogramVec("smg_router_stage_duration_seconds", "Time that the phases of a request's last attempt took: route, prefill, decode (until its response head), first_byte (decode until the first output), relay.", ["router_type", "stage"], buckets = durations);
     router_upstream_responses: IntCounterVec("smg_router_upstream_responses_total", "Response heads received from workers.", ["router_type", "status_code", "error_code"]);
     router_upstream_send_retries: IntCounterVec("smg_router_upstream_send_retries_total", "Legs sent again at once because a pooled connection had been closed before anything was answered.", ["router_type"]);
+    router_ttft: HistogramVec("smg_router_ttft_seconds", "Dispatch of the leg whose output is the answer to its first output (gRPC): of a pair, the decode leg.", ["router_type", "backend_type", "model", "endpoint"], buckets = durations);
+    router_tpot: HistogramVec("smg_router_tpot_seconds", "Time per output token after the first, averaged over a streamed answer (gRPC).", ["router_type", "backend_type", "model", "endpoint"], buckets = durations);
+    router_generation_duration: HistogramVec("smg_router_generation_duration_seconds", "Dispatch of the leg whose output is the answer to the end of the output (gRPC).", ["router_type", "backend_type", "model", "endpoint"], buckets = durations);
+    router_tokens: IntCounterVec("smg_router_tokens_total", "Tokens of prompts (input) and answers (output) that the gateway counted (gRPC).", ["router_type", "backend_type", "model", "endpoint", "token_type"]);
+    grpc_legs: IntGaugeVec("smg_grpc_legs", "Legs over gRPC that are not over, deferred aborts included.", ["leg"]);
+    grpc_aborts: IntCounterVec("smg_grpc_aborts_total", "Aborts sent to engines over gRPC: taken, or failed.", ["leg", "result"]);
     pd_ttft: HistogramVec("smg_pd_ttft_seconds", "Prefill dispatch to the first decode output.", ["backend_type", "model", "runtime"], buckets = durations);
     pd_prefill_duration: HistogramVec("smg_pd_prefill_duration_seconds", "Duration of the prefill leg.", ["backend_type", "model", "runtime"], buckets = durations);
     pd_decode_ttft: HistogramVec("smg_pd_decode_ttft_seconds", "Decode dispatch to the first decode output.", ["backend_type", "model", "runtime"], buckets = durations);

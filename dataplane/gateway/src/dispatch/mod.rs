@@ -1,7 +1,8 @@
 //! Serving one request: attempts over selected workers, each run by the protocol of its pair.
 //!
 //! ```text
-//!  select ──► parallel    both legs at once around a rendezvous           (SGLang and other non-vLLM prefills)
+//!  select ──► crate::grpc whatever the pair, where its workers speak gRPC
+//!         ──► parallel    both legs at once around a rendezvous           (SGLang and other non-vLLM prefills)
 //!         ──► sequential  prefill, then decode with what it handed over   (vLLM prefills)
 //!         ──► moriio      either, with pair, request and handoff checked  (MoRI-IO on either side)
 //!         ──► regular     one leg
@@ -32,7 +33,7 @@ use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_
 use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Legs, Route};
 use smg_fleet::policy::ClientHandoffFields;
-use smg_fleet::{Runtime, WorkerId, WorkerType};
+use smg_fleet::{Runtime, Wire, WorkerId, WorkerType};
 use smg_policies::Leg;
 use smg_telemetry::ROUTERS;
 use smg_telemetry::trace::TRACEPARENT;
@@ -45,6 +46,7 @@ use crate::fleet::policies;
 use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::front::error::GatewayError;
+use crate::grpc;
 use crate::hints::Hints;
 use crate::resilience::retry;
 use crate::select::{self, Choice, SelectError, Selection, Tried};
@@ -71,15 +73,16 @@ pub struct Inbound {
 }
 
 /// What an attempt needs besides its workers.
-struct Job<'a> {
-    core: &'a Arc<Core>,
-    request: &'a Inbound,
+pub(crate) struct Job<'a> {
+    pub(crate) core: &'a Arc<Core>,
+    pub(crate) request: &'a Inbound,
+    pub(crate) pool: &'a ModelPool,
     client_fields: ClientHandoffFields,
-    deadline: Instant,
-    decision: Decision,
-    attempt: usize,
-    model: Arc<str>,
-    spans: Option<LegSpans>,
+    pub(crate) deadline: Instant,
+    pub(crate) decision: Decision,
+    pub(crate) attempt: usize,
+    pub(crate) model: Arc<str>,
+    pub(crate) spans: Option<LegSpans>,
 }
 
 impl Job<'_> {
@@ -99,7 +102,7 @@ impl Job<'_> {
         headers
     }
 
-    fn note(&self, change: impl FnOnce(&mut Attempt, Millis)) {
+    pub(crate) fn note(&self, change: impl FnOnce(&mut Attempt, Millis)) {
         self.decision.attempt(self.attempt, change);
     }
 
@@ -136,7 +139,7 @@ impl LegCodes {
 }
 
 /// A failed attempt.
-struct Failed {
+pub(crate) struct Failed {
     failure: Failure,
     /// The worker that failed it.
     blamed: Option<WorkerId>,
@@ -150,7 +153,7 @@ enum Failure {
 }
 
 impl Failed {
-    fn gateway(error: GatewayError, blamed: Option<WorkerId>) -> Self {
+    pub(crate) fn gateway(error: GatewayError, blamed: Option<WorkerId>) -> Self {
         Self { failure: Failure::Gateway(error), blamed }
     }
 
@@ -223,6 +226,9 @@ async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>
         Lookup::Pool(pool) if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() => {
             return refuse(core, request, GatewayError::NotForPairs(request.route.path()));
         }
+        Lookup::Pool(pool) if needs_http(request.route) && !speaks_http(request.route, &pool) => {
+            return refuse(core, request, GatewayError::NotOverGrpc(request.route.path()));
+        }
         Lookup::Pool(pool) => pool,
         Lookup::UnknownModel => {
             let model = request.body.model().unwrap_or_default().to_owned();
@@ -235,8 +241,22 @@ async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>
     let mut record = open_record(core, request, &pool.model);
     record.candidates = [pool.regulars.len(), pool.prefills.len(), pool.decodes.len()];
     let decision = core.decisions.open(record, request.arrived, request.trace.clone());
-    let response = run_attempts(core, request, pool, decision.clone()).await;
+    let response = if request.route == Route::CountTokens && !pool.wires.http {
+        let mut scope = open_scope(core, request, &pool, &decision, Backend::PrefillDecode);
+        Box::pin(grpc::count_tokens(core, request, &pool, &mut scope)).await
+    } else {
+        run_attempts(core, request, pool, decision.clone()).await
+    };
     (decision, response)
+}
+
+/// Whether only workers that speak HTTP can serve a route: over gRPC engines generate, and the gateway counts tokens itself.
+fn needs_http(route: Route) -> bool {
+    matches!(route, Route::Rerank | Route::Embeddings | Route::Classify)
+}
+
+fn speaks_http(route: Route, pool: &ModelPool) -> bool {
+    if route.legs() == Legs::RegularOnly { pool.has_regular_http() } else { pool.wires.http }
 }
 
 fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
@@ -260,7 +280,7 @@ fn refuse(core: &Core, request: &Inbound, error: GatewayError) -> (Decision, Res
     let metrics = Arc::clone(&core.metrics);
     let stream = request.body.stream();
     let model = Arc::from(UNKNOWN_MODEL);
-    let mut scope = Scope::open(metrics, decision.clone(), model, request.route, backend, stream);
+    let mut scope = Scope::open(metrics, decision.clone(), model, request.route, (backend, Some(Wire::Http)), stream);
     scope.fail(error.status(), error.code());
     (decision, error.into_response())
 }
@@ -283,6 +303,19 @@ async fn run_attempts(
         &decision,
         if only_regular { Backend::Regular } else { Backend::PrefillDecode },
     ));
+    let mut prepared = None;
+    if !pool.wires.http {
+        match Box::pin(grpc::prepare(core, request, &pool)).await {
+            Ok(request) => prepared = Some(request),
+            Err(error) => {
+                note_refusal(&decision, &pool, &error, select::Trace::default());
+                if let Some(mut scope) = scope {
+                    scope.fail(error.status(), error.code());
+                }
+                return error.into_response();
+            }
+        }
+    }
     pool.budget.earn();
     let mut tried = Tried::default();
     let mut last: Option<Failed> = None;
@@ -313,7 +346,11 @@ async fn run_attempts(
         };
         let job = begin(core, request, &pool, &decision, &selection, trace, deadline);
         let [prefill, decode] = selection.ids();
-        match run(&job, selection, &mut scope).await {
+        let served = match selection.wire() {
+            Wire::Grpc => Box::pin(grpc::serve(&job, selection, &mut prepared, &mut scope)).await,
+            _ => run(&job, selection, &mut scope).await,
+        };
+        match served {
             Ok(response) => return response,
             Err(failed) => {
                 let (status, message) = (failed.status(), failed.describe());
@@ -402,7 +439,8 @@ fn choose(
     let hints = Hints::new(&request.headers, &request.body, &core.options.routing_key_headers);
     let mut trace = select::Trace::default();
     let load_interval_secs = core.options.load.interval_secs();
-    let choice = Choice { pool, tried, hints: &hints, now_ms: core.clock.now_ms(), load_interval_secs };
+    let wire = (needs_http(request.route) || request.route == Route::CountTokens).then_some(Wire::Http);
+    let choice = Choice { pool, tried, hints: &hints, wire, now_ms: core.clock.now_ms(), load_interval_secs };
     let selection = match request.route.legs() {
         Legs::Pair => select::select(&choice, rand::random, &mut trace),
         legs => select::select_one(&choice, legs, rand::random, &mut trace),
@@ -430,7 +468,7 @@ fn open_scope(core: &Core, request: &Inbound, pool: &ModelPool, decision: &Decis
         decision.clone(),
         Arc::clone(&pool.model),
         request.route,
-        backend,
+        (backend, pool.wires.only()),
         request.body.stream(),
     )
 }
@@ -466,7 +504,7 @@ fn note_refusal(decision: &Decision, pool: &ModelPool, error: &GatewayError, tra
 fn begin<'a>(
     core: &'a Arc<Core>,
     request: &'a Inbound,
-    pool: &ModelPool,
+    pool: &'a ModelPool,
     decision: &Decision,
     selection: &Selection,
     trace: select::Trace,
@@ -518,6 +556,7 @@ fn begin<'a>(
     Job {
         core,
         request,
+        pool,
         client_fields: pool.settings.client_handoff_fields,
         deadline,
         attempt: decision.begin_attempt(attempt),

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use http::StatusCode;
 use smg_engines::Route;
+use smg_fleet::Wire;
 use smg_telemetry::Metrics;
 
 use crate::decision::Decision;
@@ -38,26 +39,52 @@ pub struct Scope {
     pub model: Arc<str>,
     route: Route,
     backend: Backend,
+    /// The wire of its workers, once that is known.
+    wire: Option<Wire>,
+    stream: bool,
     started: Instant,
     closed: bool,
 }
 
 impl Scope {
-    /// Opens the account.
+    /// Opens the account. `wire` = that of all workers that could serve the request, if they have one in common.
     pub fn open(
         metrics: Arc<Metrics>,
         decision: Decision,
         model: Arc<str>,
         route: Route,
-        backend: Backend,
+        (backend, wire): (Backend, Option<Wire>),
         stream: bool,
     ) -> Self {
-        let streaming = if stream { "true" } else { "false" };
-        metrics
-            .router_requests
-            .with_label_values(&["http", backend.as_str(), "http", &model, route.endpoint_label(), streaming])
-            .inc();
-        Self { metrics, decision, model, route, backend, started: Instant::now(), closed: false }
+        let started = Instant::now();
+        let mut scope = Self { metrics, decision, model, route, backend, wire: None, stream, started, closed: false };
+        if let Some(wire) = wire {
+            scope.runs_on(wire);
+        }
+        scope
+    }
+
+    /// The request runs over this wire. The first call counts.
+    pub fn runs_on(&mut self, wire: Wire) {
+        if self.wire.is_some() {
+            return;
+        }
+        self.wire = Some(wire);
+        if wire != Wire::Http {
+            self.decision.update(|record| record.wire = wire);
+        }
+        let (wire, backend, endpoint) = (wire.as_str(), self.backend.as_str(), self.route.endpoint_label());
+        let streaming = if self.stream { "true" } else { "false" };
+        self.metrics.router_requests.with_label_values(&[wire, backend, wire, &self.model, endpoint, streaming]).inc();
+    }
+
+    fn wire(&self) -> &'static str {
+        self.wire.unwrap_or_default().as_str()
+    }
+
+    /// How the request is served.
+    pub fn backend(&self) -> Backend {
+        self.backend
     }
 
     /// The request was served with `status`.
@@ -68,12 +95,13 @@ impl Scope {
     /// The request failed.
     pub fn fail(&mut self, status: StatusCode, code: &'static str) {
         if !self.closed {
+            self.runs_on(Wire::Http);
             self.metrics
                 .router_request_errors
                 .with_label_values(&[
-                    "http",
+                    self.wire(),
                     self.backend.as_str(),
-                    "http",
+                    self.wire(),
                     &self.model,
                     self.route.endpoint_label(),
                     error_type(status),
@@ -93,9 +121,16 @@ impl Scope {
             return;
         }
         self.closed = true;
+        self.runs_on(Wire::Http);
         self.metrics
             .router_request_duration
-            .with_label_values(&["http", self.backend.as_str(), "http", &self.model, self.route.endpoint_label()])
+            .with_label_values(&[
+                self.wire(),
+                self.backend.as_str(),
+                self.wire(),
+                &self.model,
+                self.route.endpoint_label(),
+            ])
             .observe(self.started.elapsed().as_secs_f64());
         let finished = self.decision.elapsed();
         self.decision.update(|record| {

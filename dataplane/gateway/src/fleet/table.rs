@@ -117,6 +117,8 @@ pub struct ModelPool {
     pub prefills: Vec<PrefillEntry>,
     /// Decodes.
     pub decodes: Vec<Arc<RoutedWorker>>,
+    /// The wires of its workers.
+    pub wires: Wires,
     /// What its requests may spend on retries. Outlives snapshots.
     pub budget: Arc<Budget>,
     /// Where its requests wait for a prefill worker. Outlives snapshots.
@@ -125,7 +127,37 @@ pub struct ModelPool {
     pub mismatch: Option<Mismatch>,
 }
 
+/// The wires that the workers of a model speak.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Wires {
+    /// Some speak HTTP.
+    pub http: bool,
+    /// Some speak gRPC.
+    pub grpc: bool,
+}
+
+impl Wires {
+    fn of(members: &[Arc<Worker>]) -> Self {
+        let speaks = |wire| members.iter().any(|worker| worker.wire() == wire);
+        Self { http: speaks(Wire::Http), grpc: speaks(Wire::Grpc) }
+    }
+
+    /// The one wire that all of them speak; `None` when they do not agree.
+    pub fn only(self) -> Option<Wire> {
+        match (self.http, self.grpc) {
+            (true, true) => None,
+            (false, true) => Some(Wire::Grpc),
+            _ => Some(Wire::Http),
+        }
+    }
+}
+
 impl ModelPool {
+    /// Whether some regular worker speaks HTTP.
+    pub fn has_regular_http(&self) -> bool {
+        self.regulars.iter().any(|worker| worker.record.wire() == Wire::Http)
+    }
+
     /// Who the policy of a leg chooses among, available or not. That of whole requests is asked for a lone prefill too.
     fn members(&self, leg: Leg) -> Vec<WorkerKey> {
         let key = |worker: &Arc<RoutedWorker>| worker.key();
@@ -351,11 +383,11 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn pools(&mut self) -> Result<Pools, TableError> {
-        // Draining workers get no request again: they are not part of the table. HTTP is the wire this version routes.
+        // Draining workers get no request again: they are not part of the table. Nor are those of a wire that is not spoken here.
         let routed: Vec<_> = self
             .routed
             .values()
-            .filter(|worker| worker.facts.is_some() && worker.intent != Intent::Draining && worker.wire() == Wire::Http)
+            .filter(|worker| worker.facts.is_some() && worker.intent != Intent::Draining && worker.wire() != Wire::Zmq)
             .cloned()
             .collect();
         let mut names: BTreeMap<Arc<str>, Arc<str>> = BTreeMap::new();
@@ -420,6 +452,7 @@ impl Builder<'_> {
             regulars,
             prefills,
             decodes,
+            wires: Wires::of(members),
             budget,
             queue,
             mismatch,

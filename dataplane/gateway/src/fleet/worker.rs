@@ -6,13 +6,14 @@
 //! [`InFlight`] is the claim of one leg on one worker. Whatever way a request ends, dropping the claim releases the load and the breaker's
 //! admission exactly once.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use http::{HeaderValue, StatusCode, Uri};
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntGauge};
+use smg_engines::grpc::SamplingDefaults;
 use smg_engines::vllm::{Connector, MooncakePeer};
 use smg_engines::{Route, moriio, sglang};
 use smg_fleet::pairing::Descriptor;
@@ -21,11 +22,13 @@ use smg_fleet::protection::Thresholds;
 use smg_fleet::worker::Worker;
 use smg_fleet::{Runtime, Settings, WorkerId, WorkerType, WorkerUrl};
 use smg_telemetry::{Metrics, SMG};
+use tonic::transport::Channel;
 
 use crate::admission::Released;
 use crate::admission::decode::DecodeWindow;
 use crate::clock::Clock;
 use crate::connections::Pool;
+use crate::grpc::channel;
 use crate::load::cell::ReportCell;
 use crate::load::monitor::LastReport;
 use crate::resilience::breaker::{Admission, Breaker, Phase, Verdict};
@@ -39,6 +42,8 @@ pub struct WorkerRuntime {
     breaker: Mutex<Breaker>,
     unreachable: AtomicBool,
     connections: Arc<Pool>,
+    /// The connection over which it speaks gRPC, once it was wanted.
+    channel: OnceLock<Channel>,
     /// Until when it asked for a pause, on the gateway's clock.
     paced_until_ms: AtomicU64,
     /// What its engine last reported.
@@ -70,6 +75,7 @@ impl WorkerRuntime {
             breaker: Mutex::default(),
             unreachable: AtomicBool::new(false),
             connections: Arc::default(),
+            channel: OnceLock::new(),
             paced_until_ms: AtomicU64::new(0),
             report: ReportCell::default(),
             last_report: LastReport::default(),
@@ -96,6 +102,15 @@ impl WorkerRuntime {
     /// Connections at rest.
     pub fn connections(&self) -> &Arc<Pool> {
         &self.connections
+    }
+
+    /// The connection over which the worker at `url` speaks gRPC; `None` when it does not.
+    pub fn channel(&self, connector: &channel::Connector, url: &str) -> Option<Channel> {
+        if let Some(channel) = self.channel.get() {
+            return Some(channel.clone());
+        }
+        let channel = connector.channel(url)?;
+        Some(self.channel.get_or_init(|| channel).clone())
     }
 
     /// The breaker's phase.
@@ -211,6 +226,8 @@ pub struct RoutedWorker {
     pub address: Uri,
     /// Its name in requests.
     pub host: HeaderValue,
+    /// How tokens are drawn where the client does not say, by its model's publisher.
+    pub sampling_defaults: SamplingDefaults,
     /// From which load it is passed over; `None` = from none.
     pub overload: Option<Thresholds>,
     /// Most requests in its prefill phase, and how many there are; `None` = no limit.
@@ -262,6 +279,7 @@ impl RoutedWorker {
             bootstrap_host,
             dp_rank,
             breaker: breaker_settings(&record, settings),
+            sampling_defaults: SamplingDefaults::parse(record.label("default_sampling_params_json")),
             overload: settings.overload.for_worker(&record.spec),
             prefill_limit: settings
                 .prefill_admission
@@ -377,7 +395,7 @@ impl RoutedWorker {
         self.runtime.note_transition((before != after).then_some((before, after)));
         self.runtime.active.inc();
         self.requests.inc();
-        Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral, lease: None })
+        Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral, lease: None, weight: 1 })
     }
 }
 
@@ -404,12 +422,25 @@ pub struct InFlight {
     verdict: Verdict,
     /// What the policy that chose the worker counts by.
     lease: Option<Box<smg_policies::Lease>>,
+    /// How many requests of the engine it stands for.
+    weight: u32,
 }
 
 impl InFlight {
     /// Holds what the policy counts by until the leg is over.
     pub fn hold(&mut self, lease: Option<smg_policies::Lease>) {
         self.lease = lease.map(Box::new);
+    }
+
+    /// From now on it stands for so many requests of the engine, at least 1.
+    pub fn weigh(&mut self, requests: u32) {
+        let requests = requests.max(1);
+        let (before, after) = (u64::from(self.weight), u64::from(requests));
+        let runtime = &self.worker.runtime;
+        runtime.load.fetch_add(after.saturating_sub(before), Ordering::Relaxed);
+        runtime.load.fetch_sub(before.saturating_sub(after), Ordering::Relaxed);
+        runtime.active.add(i64::from(requests) - i64::from(self.weight));
+        self.weight = requests;
     }
 
     /// The claimed worker.
@@ -445,8 +476,8 @@ impl Drop for InFlight {
         }
         runtime.note_transition(transition);
         // Last: whoever sees the worker idle sees how its requests ended.
-        runtime.load.fetch_sub(1, Ordering::AcqRel);
-        runtime.active.dec();
+        runtime.load.fetch_sub(u64::from(self.weight), Ordering::AcqRel);
+        runtime.active.sub(i64::from(self.weight));
         if let Some((_, inflight)) = &self.worker.prefill_limit {
             inflight.set(i64::try_from(runtime.load()).unwrap_or(i64::MAX));
         }

@@ -20,6 +20,7 @@ use super::error::{GatewayError, envelope};
 use super::probes::json_response;
 use crate::core::Core;
 use crate::dispatch::leg::LegBody;
+use crate::grpc::client::Client;
 use crate::relay::describe;
 use crate::select::SelectError;
 
@@ -77,14 +78,21 @@ async fn ask_up_to(
     tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err("no answer in time".to_owned()))
 }
 
-/// HTTP workers that can be asked, in the order of their registration.
-fn reachable(core: &Core) -> Vec<Arc<Worker>> {
+/// Workers that can be asked, in the order of their registration.
+fn able(core: &Core) -> Vec<Arc<Worker>> {
     let table = core.table.load();
     let asked = |worker: &&Arc<Worker>| {
         let ejected = table.runtime(worker.id).is_some_and(|runtime| runtime.is_unreachable());
-        worker.wire() == Wire::Http && worker.is_routable() && !ejected
+        worker.wire() != Wire::Zmq && worker.is_routable() && !ejected
     };
     table.snapshot.workers.values().filter(asked).cloned().collect()
+}
+
+/// Those of them that speak HTTP.
+fn reachable(core: &Core) -> Vec<Arc<Worker>> {
+    let mut workers = able(core);
+    workers.retain(|worker| worker.wire() == Wire::Http);
+    workers
 }
 
 fn first_of(workers: &[Arc<Worker>], role: WorkerType) -> Option<&Arc<Worker>> {
@@ -116,10 +124,14 @@ pub(super) async fn model_info(State(front): State<Front>) -> Response<Body> {
     pass_through(&front, "/get_model_info").await
 }
 
-/// `GET /health_generate`: whether both legs of a pair (or a regular engine) generate.
+/// `GET /health_generate`: whether both legs of a pair (or a regular engine) generate; over gRPC, whether they are well by their own word.
 pub(super) async fn health_generate(State(front): State<Front>) -> Response<Body> {
-    let workers = reachable(&front.core);
-    let pair = first_of(&workers, WorkerType::Prefill).zip(first_of(&workers, WorkerType::Decode));
+    let workers = able(&front.core);
+    // Legs of one pair are of one wire.
+    let pair = [Wire::Http, Wire::Grpc].into_iter().find_map(|wire| {
+        let of_wire = |role| workers.iter().find(|worker| worker.wire() == wire && worker.spec.worker_type == role);
+        of_wire(WorkerType::Prefill).zip(of_wire(WorkerType::Decode))
+    });
     let legs: Vec<&Arc<Worker>> = match (pair, first_of(&workers, WorkerType::Regular)) {
         (Some((prefill, decode)), _) => vec![prefill, decode],
         (None, Some(regular)) => vec![regular],
@@ -131,12 +143,11 @@ pub(super) async fn health_generate(State(front): State<Front>) -> Response<Body
             );
         }
     };
-    let asked = legs.iter().map(|worker| ask(&front.core, worker, Method::GET, "/health_generate", WORK_TIMEOUT));
+    let asked = legs.iter().map(|worker| generates(&front.core, worker));
     let answers = futures::future::join_all(asked).await;
-    let failed = legs.iter().zip(&answers).find_map(|(worker, answer)| match answer {
-        Ok(answer) if answer.head.status.is_success() => None,
-        Ok(answer) => Some(format!("{} answered {}", worker.spec.url, answer.head.status)),
-        Err(reason) => Some(format!("{}: {reason}", worker.spec.url)),
+    let failed = legs.iter().zip(answers).find_map(|(worker, answer)| {
+        let reason = answer.err()?;
+        Some(format!("{}: {reason}", worker.spec.url))
     });
     match failed {
         None => json_response(StatusCode::OK, &json!({"status": "healthy"})),
@@ -144,23 +155,53 @@ pub(super) async fn health_generate(State(front): State<Front>) -> Response<Body
     }
 }
 
-/// `POST /flush_cache`: every HTTP engine flushes its cache. 206 when some did not.
+async fn generates(core: &Core, worker: &Worker) -> Result<(), String> {
+    if worker.wire() == Wire::Grpc {
+        let client = client_of(core, worker).ok_or("its engine is not known here")?;
+        return match tokio::time::timeout(WORK_TIMEOUT, client.is_healthy()).await {
+            Ok(Ok(true)) => Ok(()),
+            Ok(Ok(false)) => Err("it says that it is not well".to_owned()),
+            Ok(Err(status)) => Err(status.message().to_owned()),
+            Err(_) => Err("no answer in time".to_owned()),
+        };
+    }
+    let answer = ask(core, worker, Method::GET, "/health_generate", WORK_TIMEOUT).await?;
+    if answer.head.status.is_success() { Ok(()) } else { Err(format!("answered {}", answer.head.status)) }
+}
+
+/// How a worker that speaks gRPC is spoken to.
+pub(crate) fn client_of(core: &Core, worker: &Worker) -> Option<Client> {
+    let runtime = core.table.load().runtimes_of(worker).next().map(|(runtime, _)| Arc::clone(runtime))?;
+    Client::new(worker.runtime(), runtime.channel(&core.grpc, &worker.spec.url)?)
+}
+
+async fn flush(core: &Core, worker: &Worker) -> Result<(), String> {
+    if worker.wire() == Wire::Grpc {
+        let client = client_of(core, worker).ok_or("its engine is not known here")?;
+        let flushed = tokio::time::timeout(WORK_TIMEOUT, client.flush_cache(WORK_TIMEOUT)).await;
+        return match flushed {
+            Ok(flushed) => flushed.map_err(|status| status.message().to_owned()),
+            Err(_) => Err("no answer in time".to_owned()),
+        };
+    }
+    let answer = ask(core, worker, Method::POST, "/flush_cache", WORK_TIMEOUT).await?;
+    match answer.head.status {
+        status if status.is_success() => Ok(()),
+        status => Err(format!("answered {status}")),
+    }
+}
+
+/// `POST /flush_cache`: every engine flushes its cache. 206 when some did not.
 pub(super) async fn flush_cache(State(front): State<Front>) -> Response<Body> {
     let core = Arc::clone(&front.core);
-    let (http, rest): (Vec<_>, Vec<_>) =
-        core.table.load().snapshot.workers.values().cloned().partition(|worker| worker.wire() == Wire::Http);
-    let grpc = rest.iter().filter(|worker| worker.wire() == Wire::Grpc).count();
-    let results: Vec<(String, Result<(), String>)> = stream::iter(http.clone())
+    let all: Vec<Arc<Worker>> = core.table.load().snapshot.workers.values().cloned().collect();
+    let speaks = |wire| all.iter().filter(|worker| worker.wire() == wire).count();
+    let (http, grpc, zmq) = (speaks(Wire::Http), speaks(Wire::Grpc), speaks(Wire::Zmq));
+    let asked: Vec<_> = all.iter().filter(|worker| worker.wire() != Wire::Zmq).cloned().collect();
+    let results: Vec<(String, Result<(), String>)> = stream::iter(asked)
         .map(|worker| {
             let core = Arc::clone(&core);
-            async move {
-                let answer = ask(&core, &worker, Method::POST, "/flush_cache", WORK_TIMEOUT).await;
-                let result = answer.and_then(|answer| match answer.head.status {
-                    status if status.is_success() => Ok(()),
-                    status => Err(format!("answered {status}")),
-                });
-                (worker.spec.url.clone(), result)
-            }
+            async move { (worker.spec.url.clone(), flush(&core, &worker).await) }
         })
         .buffered(FAN_OUT)
         .collect()
@@ -172,15 +213,15 @@ pub(super) async fn flush_cache(State(front): State<Front>) -> Response<Body> {
         .collect();
     let (status, word) =
         if failed.is_empty() { (StatusCode::OK, "success") } else { (StatusCode::PARTIAL_CONTENT, "partial_success") };
-    let message = format!("flushed {} of {} HTTP workers", successful.len(), http.len());
+    let message = format!("flushed {} of {} workers", successful.len(), http + grpc);
     let mut body = json!({
         "status": word,
         "message": message,
         "workers_flushed": successful.len(),
-        "total_http_workers": http.len(),
+        "total_http_workers": http,
         "total_grpc_workers": grpc,
-        "total_zmq_workers_skipped": rest.len() - grpc,
-        "total_workers": http.len() + rest.len(),
+        "total_zmq_workers_skipped": zmq,
+        "total_workers": all.len(),
         "successful": successful,
     });
     if !failed.is_empty() {

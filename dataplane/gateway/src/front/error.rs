@@ -13,6 +13,7 @@ use thiserror::Error;
 
 use crate::dispatch::leg::LegError;
 use crate::front::admission::NotAdmitted;
+use crate::grpc::refusal::Refusal;
 use crate::select::SelectError;
 
 /// Carries the code of every error the gateway answers for.
@@ -84,6 +85,12 @@ pub enum GatewayError {
     /// Only regular workers could serve the route, and the model has none.
     #[error("{0} is not supported in prefill/decode mode: the model has no regular worker")]
     NotForPairs(&'static str),
+    /// Workers that speak gRPC do not serve the route, and the model has no other.
+    #[error("{0} is not supported over gRPC, which is all that the model's workers speak")]
+    NotOverGrpc(&'static str),
+    /// What the gRPC pipeline refuses or failed to do.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// No such route.
     #[error("Invalid URL ({0} {1})")]
     UnknownUrl(String, String),
@@ -113,7 +120,8 @@ impl GatewayError {
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Select(_) | Self::MoriioPair | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
-            Self::NotForPairs(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::NotForPairs(_) | Self::NotOverGrpc(_) => StatusCode::NOT_IMPLEMENTED,
+            Self::Refused(refusal) => refusal.status,
             Self::MoriioRequest(refusal) => refusal.status(),
             Self::MoriioHandoff(_) => StatusCode::BAD_GATEWAY,
             Self::Leg { error, .. } => error.status(),
@@ -145,7 +153,8 @@ impl GatewayError {
             Self::MoriioRequest(refusal) => refusal.code(),
             Self::MoriioHandoff(_) => "moriio_handoff_invalid",
             Self::Leg { code, .. } => code,
-            Self::NotForPairs(_) => "pd_route_unsupported",
+            Self::NotForPairs(_) | Self::NotOverGrpc(_) => "pd_route_unsupported",
+            Self::Refused(refusal) => refusal.code,
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",
             Self::Url(_) => "invalid_value",
@@ -162,18 +171,25 @@ impl GatewayError {
                 Some(1)
             }
             Self::NotAdmitted(_) => Some(2),
+            Self::Refused(refusal) => refusal.retry_after,
             _ => None,
         }
     }
 
     /// Whether another attempt on another pair may succeed.
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Leg { .. }) || self.is_of_the_pair()
+        matches!(self, Self::Leg { .. })
+            || matches!(self, Self::Refused(refusal) if refusal.retryable)
+            || self.is_of_the_pair()
     }
 
     /// Whether another attempt on the same pair would fail in the same way.
     pub fn is_of_the_pair(&self) -> bool {
-        matches!(self, Self::MoriioPair | Self::MoriioHandoff(_))
+        match self {
+            Self::MoriioPair | Self::MoriioHandoff(_) => true,
+            Self::Refused(refusal) => refusal.elsewhere,
+            _ => false,
+        }
     }
 
     /// The response.

@@ -12,6 +12,7 @@ mod loads;
 mod observe;
 mod probes;
 pub mod request_id;
+mod responses;
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -130,6 +131,7 @@ fn open() -> Router<Front> {
         .route("/readiness", get(probes::readiness))
         .route("/v1/models", get(probes::models))
         .route("/v1/models/{*id}", get(probes::model))
+        .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/get_server_info", get(engines::server_info))
         .route("/get_model_info", get(engines::model_info))
         .route("/health_generate", get(engines::health_generate))

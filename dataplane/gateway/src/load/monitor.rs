@@ -1,8 +1,8 @@
 //! The load monitor: asks every engine that gets traffic for its load, again and again.
 //!
 //! A worker is asked as soon as it is there and then once in an interval, a tenth earlier or later so that engines which were registered
-//! together do not have to answer together. SGLang, TokenSpeed and unknown engines are asked for `/v1/loads`; vLLM, and whoever does not
-//! know that route, for `/metrics`. What an engine does not have is remembered until it is asked in vain for both.
+//! together do not have to answer together. Over gRPC it is `GetLoads`. Over HTTP SGLang, TokenSpeed and unknown engines are asked for
+//! `/v1/loads`; vLLM, and whoever does not know that route, for `/metrics`. What an engine does not have is remembered until it is asked in vain for both.
 //!
 //! Bounds: at most [`CONCURRENCY`] engines are asked at a time, each has [`TIMEOUT`] to answer, an answer has at most [`MAX_ANSWER`] bytes,
 //! and a report counts for three intervals. A failed poll changes nothing: the last report ages.
@@ -19,12 +19,14 @@ use smg_fleet::{Runtime, Settings, Wire, Worker, WorkerId};
 use smg_telemetry::{Metrics, SMG};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use tonic::Code;
 
 use super::report::{self, RankLoad};
 use crate::core::Core;
 use crate::fleet::table::RoutingTable;
 use crate::fleet::worker::WorkerRuntime;
-use crate::front::engines::ask_for;
+use crate::front::engines::{ask_for, client_of};
+use crate::grpc::loads;
 
 /// Engines asked at a time.
 const CONCURRENCY: usize = 32;
@@ -57,6 +59,8 @@ pub struct Reported {
 enum Source {
     Loads,
     Metrics,
+    /// `GetLoads` over gRPC.
+    Rpc,
 }
 
 /// How a poll ended.
@@ -137,7 +141,7 @@ fn asked(core: &Core, table: &RoutingTable) -> BTreeMap<WorkerId, Arc<Worker>> {
     }
     let reachable = |worker: &Worker| table.runtimes_of(worker).any(|(runtime, _)| !runtime.is_unreachable());
     let workers = table.snapshot.workers.iter();
-    let asked = workers.filter(|(_, worker)| worker.is_routable() && worker.wire() == Wire::Http && reachable(worker));
+    let asked = workers.filter(|(_, worker)| worker.is_routable() && worker.wire() != Wire::Zmq && reachable(worker));
     asked.map(|(id, worker)| (*id, Arc::clone(worker))).collect()
 }
 
@@ -157,16 +161,18 @@ fn needs_reports(settings: &Settings) -> bool {
 async fn poll(core: &Core, worker: &Worker, known: Option<Source>) -> Polled {
     let runtimes: Vec<_> =
         core.table.load().runtimes_of(worker).map(|(runtime, rank)| (Arc::clone(runtime), rank)).collect();
-    let first = known.unwrap_or_else(|| match worker.runtime() {
-        Runtime::Vllm => Source::Metrics,
+    let first = known.unwrap_or_else(|| match (worker.wire(), worker.runtime()) {
+        (Wire::Grpc, _) => Source::Rpc,
+        (_, Runtime::Vllm) => Source::Metrics,
         _ => Source::Loads,
     });
     let other = match first {
-        Source::Loads => Source::Metrics,
-        Source::Metrics => Source::Loads,
+        Source::Loads => Some(Source::Metrics),
+        Source::Metrics => Some(Source::Loads),
+        Source::Rpc => None,
     };
     let mut polled = Polled::Absent;
-    for source in [first, other] {
+    for source in [Some(first), other].into_iter().flatten() {
         polled = poll_at(core, worker, source).await;
         if !matches!(polled, Polled::Absent) {
             break;
@@ -182,6 +188,7 @@ async fn poll(core: &Core, worker: &Worker, known: Option<Source>) -> Polled {
 
 async fn poll_at(core: &Core, worker: &Worker, source: Source) -> Polled {
     let path = match source {
+        Source::Rpc => return poll_rpc(core, worker).await,
         Source::Loads => "/v1/loads?include=core,disagg,queues,memory",
         Source::Metrics => "/metrics",
     };
@@ -195,10 +202,22 @@ async fn poll_at(core: &Core, worker: &Worker, source: Source) -> Polled {
     }
     let ranks = match source {
         _ if !status.is_success() => None,
+        Source::Rpc => None,
         Source::Loads => report::from_loads(&body),
         Source::Metrics => std::str::from_utf8(&body).ok().and_then(report::from_metrics).map(|load| vec![load]),
     };
     ranks.map_or(Polled::Absent, |ranks| Polled::Report(source, ranks))
+}
+
+async fn poll_rpc(core: &Core, worker: &Worker) -> Polled {
+    let Some(client) = client_of(core, worker) else { return Polled::Absent };
+    match tokio::time::timeout(TIMEOUT, loads::ask(&client)).await {
+        Ok(Ok(ranks)) if ranks.is_empty() => Polled::Absent,
+        Ok(Ok(ranks)) => Polled::Report(Source::Rpc, ranks),
+        Ok(Err(status)) if status.code() == Code::Unimplemented => Polled::Absent,
+        Ok(Err(status)) => Polled::Failed(status.message().to_owned()),
+        Err(_) => Polled::Failed("no answer in time".to_owned()),
+    }
 }
 
 fn store(core: &Core, runtime: &WorkerRuntime, rank: Option<u32>, ranks: &[RankLoad]) {
@@ -219,7 +238,7 @@ fn store(core: &Core, runtime: &WorkerRuntime, rank: Option<u32>, ranks: &[RankL
 /// Notes how a poll ended and when the next one is due.
 fn settle(core: &Core, plan: &mut Plan, worker: &Worker, polled: Polled) {
     let (mode, intervals) = match &polled {
-        Polled::Report(Source::Loads, _) => ("loads", 1),
+        Polled::Report(Source::Loads | Source::Rpc, _) => ("loads", 1),
         Polled::Report(Source::Metrics, _) => ("metrics", 1),
         Polled::Absent => ("absent", SILENT),
         Polled::Failed(_) => ("failed", 1),

@@ -39,7 +39,7 @@ pub enum Dialect {
 
 impl Dialect {
     /// What keeps a silent stream alive.
-    fn keep_alive(self) -> &'static [u8] {
+    pub(crate) fn keep_alive(self) -> &'static [u8] {
         match self {
             Dialect::OpenAi => b": ping\n\n",
             Dialect::Anthropic => b"event: ping\ndata: {\"type\":\"ping\"}\n\n",

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Request, header};
+use smg_fleet::Wire;
 use smg_net::backoff::Backoff;
 use smg_telemetry::SMG;
 
@@ -46,6 +47,10 @@ pub fn eject(core: &Arc<Core>, worker: &Arc<RoutedWorker>, reason: &str) {
 }
 
 async fn probe(core: &Core, worker: &RoutedWorker) -> bool {
+    if worker.record.wire() == Wire::Grpc {
+        let Some(client) = core.client_of(worker) else { return false };
+        return matches!(tokio::time::timeout(PROBE_TIMEOUT, client.is_healthy()).await, Ok(Ok(true)));
+    }
     let endpoint = core.table.load().snapshot.settings("").probe.endpoint;
     let base = worker.record.url().ok();
     let base = base.as_ref().map_or(worker.url.as_str(), |url| url.as_str());

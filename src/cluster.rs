@@ -5,24 +5,14 @@
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use bytes::Bytes;
-use http::{HeaderValue, Method, Request, StatusCode, header};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 use thiserror::Error;
 
+use crate::authority::{self, AuthorityError};
 use crate::cli::{ClusterArgs, ClusterVerb, Output};
-
-/// For one answer: longer than the control plane waits for a change of its members.
-const TIMEOUT: Duration = Duration::from_secs(30);
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Largest accepted answer, in bytes.
-const MAX_ANSWER: usize = 4 << 20;
+use crate::operator::{AskError, Operator};
 
 /// Why there is no result.
 #[derive(Debug, Error)]
@@ -30,12 +20,9 @@ pub enum ClusterError {
     /// No runtime.
     #[error("runtime: {0}")]
     Runtime(std::io::Error),
-    /// The token cannot be read.
-    #[error("{0}")]
-    Token(String),
-    /// None of the members answers.
-    #[error("the control plane cannot be reached: {0}")]
-    Unreachable(String),
+    /// Nobody answers.
+    #[error(transparent)]
+    Ask(#[from] AskError),
     /// It said no.
     #[error("{message} ({code})")]
     Refused {
@@ -44,12 +31,12 @@ pub enum ClusterError {
         /// In words.
         message: String,
     },
-    /// It may have been done.
-    #[error("the outcome is unknown: {0}. Look at the status, or ask again")]
-    Unknown(String),
     /// The answer makes no sense.
     #[error("the answer cannot be read: {0}")]
     Answer(String),
+    /// There is no certificate.
+    #[error(transparent)]
+    Authority(#[from] AuthorityError),
     /// The result could not be written.
     #[error("writing the result: {0}")]
     Output(std::io::Error),
@@ -59,8 +46,8 @@ impl ClusterError {
     /// The exit code, of sysexits where there is one.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Unreachable(_) => ExitCode::from(69),
-            Self::Unknown(_) => ExitCode::from(75),
+            Self::Ask(AskError::Unreachable(_)) => ExitCode::from(69),
+            Self::Ask(AskError::Unknown(_)) => ExitCode::from(75),
             _ => ExitCode::FAILURE,
         }
     }
@@ -68,12 +55,17 @@ impl ClusterError {
 
 /// Does what the command line says.
 pub fn run(args: &ClusterArgs) -> Result<(), ClusterError> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ClusterError::Runtime)?;
-    let answer = runtime.block_on(ask(args))?;
-    let text = match args.output {
-        Output::Json => format!("{answer:#}\n"),
-        Output::Table if matches!(args.verb, ClusterVerb::Status { .. }) => status_table(&answer),
-        Output::Table => format!("voters: {}\n", join(&answer["voters"])),
+    let text = match &args.verb {
+        ClusterVerb::Ca(verb) => format!("{}\n", authority::run(verb)?.display()),
+        verb => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let answer = runtime.map_err(ClusterError::Runtime)?.block_on(ask(args, verb))?;
+            match args.output {
+                Output::Json => format!("{answer:#}\n"),
+                Output::Table if matches!(verb, ClusterVerb::Status { .. }) => status_table(&answer),
+                Output::Table => format!("voters: {}\n", join(&answer["voters"])),
+            }
+        }
     };
     std::io::stdout().write_all(text.as_bytes()).map_err(ClusterError::Output)
 }
@@ -91,61 +83,15 @@ fn request_of(verb: &ClusterVerb) -> (Method, &'static str, Option<Value>) {
         ClusterVerb::Replace { node_id, with } => {
             (Method::POST, "/fleet/cluster/replace", Some(json!({"node_id": node_id, "with": with})))
         }
+        // Answered without asking anybody.
+        ClusterVerb::Ca(_) => (Method::GET, "/", None),
     }
 }
 
-async fn ask(args: &ClusterArgs) -> Result<Value, ClusterError> {
-    let (method, path, body) = request_of(&args.verb);
-    let token = match &args.token_file {
-        Some(file) => {
-            let failed = |error: &dyn std::fmt::Display| ClusterError::Token(format!("{}: {error}", file.display()));
-            let content = std::fs::read_to_string(file).map_err(|error| failed(&error))?;
-            let bearer =
-                HeaderValue::from_str(&format!("Bearer {}", content.trim())).map_err(|error| failed(&error))?;
-            Some(bearer)
-        }
-        None => None,
-    };
-    let mut connector = HttpConnector::new();
-    connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
-    let client = Client::builder(TokioExecutor::new()).build(connector);
-    let mut unreachable = "no address is given".to_owned();
-    for address in &args.controlplane {
-        let body = body.as_ref().map(Value::to_string).unwrap_or_default();
-        let mut request = Request::builder()
-            .method(method.clone())
-            .uri(format!("http://{address}{path}"))
-            .header(header::CONTENT_TYPE, "application/json")
-            .body(Full::new(Bytes::from(body)))
-            .map_err(|error| ClusterError::Unreachable(error.to_string()))?;
-        request.headers_mut().extend(token.clone().map(|token| (header::AUTHORIZATION, token)));
-        let answer = async {
-            let response = client.request(request).await.map_err(|error| (error.is_connect(), describe(&error)))?;
-            let status = response.status();
-            let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
-            Ok::<_, (bool, String)>((status, body.map_err(|error| (false, error.to_string()))?.to_bytes()))
-        };
-        match tokio::time::timeout(TIMEOUT, answer).await {
-            Ok(Ok((status, body))) => return read(status, &body),
-            // Nothing was sent: another member may be there.
-            Ok(Err((true, error))) => unreachable = format!("{address}: {error}"),
-            Ok(Err((false, error))) if method == Method::GET => unreachable = format!("{address}: {error}"),
-            Err(_) if method == Method::GET => unreachable = format!("{address}: no answer in time"),
-            Ok(Err((false, error))) => return Err(ClusterError::Unknown(format!("{address}: {error}"))),
-            Err(_) => return Err(ClusterError::Unknown(format!("{address}: no answer in time"))),
-        }
-    }
-    Err(ClusterError::Unreachable(unreachable))
-}
-
-fn describe(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        text = format!("{text}: {inner}");
-        cause = inner.source();
-    }
-    text
+async fn ask(args: &ClusterArgs, verb: &ClusterVerb) -> Result<Value, ClusterError> {
+    let (method, path, body) = request_of(verb);
+    let (status, body) = Operator::new(&args.target)?.ask(method, path, body.as_ref()).await?;
+    read(status, &body)
 }
 
 fn read(status: StatusCode, body: &[u8]) -> Result<Value, ClusterError> {
@@ -156,7 +102,7 @@ fn read(status: StatusCode, body: &[u8]) -> Result<Value, ClusterError> {
     let text = |name: &str| answer[name].as_str().unwrap_or_default().to_owned();
     let (code, message) = (text("code"), text("error"));
     Err(if code == "OUTCOME_UNKNOWN" {
-        ClusterError::Unknown(message)
+        ClusterError::Ask(AskError::Unknown(message))
     } else {
         ClusterError::Refused { code, message }
     })
@@ -242,7 +188,7 @@ mod tests {
             let body = json!({"error": "why", "code": code}).to_string();
             read(StatusCode::from_u16(status).unwrap(), body.as_bytes()).unwrap_err()
         };
-        assert!(matches!(read(503, "OUTCOME_UNKNOWN"), ClusterError::Unknown(_)));
+        assert!(matches!(read(503, "OUTCOME_UNKNOWN"), ClusterError::Ask(AskError::Unknown(_))));
         assert!(matches!(read(409, "QUORUM_AT_RISK"), ClusterError::Refused { .. }));
         assert!(matches!(read(503, "CONTROL_PLANE_UNAVAILABLE"), ClusterError::Refused { .. }));
     }

@@ -1,15 +1,20 @@
 //! `smg controlplane`: one member of the control plane.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use smg_controlplane::{ControlPlane, ControlPlaneOptions};
-use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_net::mutual::guard::Guard;
+use smg_net::mutual::identity::Part;
+use smg_net::mutual::{Callers, MutualTls};
+use smg_net::serve::{ListenerTls, ServeOptions, Server, Shutdown, bind};
 use smg_store::ClusterStore;
 use smg_store::raft::{Patience, RaftOptions, RaftStore};
 use smg_telemetry::SMG;
 
+use crate::certificates;
 use crate::cli::ControlPlaneArgs;
 use crate::process::{self, RunError, Signals};
 
@@ -25,11 +30,13 @@ pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
     let metrics = process::metrics(&args.process)?;
     let metrics_address = args.process.prometheus_address(args.listen.ip());
     let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
+    let part = |directory: &PathBuf| certificates::of_part(directory, Part::ControlPlane, &metrics);
+    let tls = args.tls_dir.as_ref().map(part).transpose()?;
     // Bound first: its port is part of the address that the other members are told.
     let peers = bind(args.peer_listen)
         .map_err(|error| RunError::start(&format!("other members on {}", args.peer_listen), error))?;
     let peer_address = peers.local_addr().map_err(|error| RunError::start("other members", error))?;
-    let options = options(&args, peer_address);
+    let options = RaftOptions { tls: tls.clone(), ..options(&args, peer_address) };
     tracing::info!(target: SMG, peers = options.address, api = options.api_address, "this member's addresses");
     let store = tokio::select! {
         store = RaftStore::open(options) => store?,
@@ -37,16 +44,22 @@ pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
         () = signals.next() => return Ok(()),
     };
     let peer_shutdown = Shutdown::default();
-    let peer_server = Server::new(ServeOptions::default(), peer_shutdown.clone());
+    let peer_server = Server::new(listener(&tls, Callers::Certified), peer_shutdown.clone());
     {
-        let (server, service) = (peer_server.clone(), store.peer_service());
+        let (server, service) = (peer_server.clone(), Guard::new(store.peer_service(), Part::ControlPlane));
         smg_net::spawn("peers", async move { server.listen(peers, service).await });
     }
-    let ended = serve(&args, &store, metrics, metrics_address, &mut signals).await;
+    let ended = serve(&args, &store, &tls, metrics, metrics_address, &mut signals).await;
     store.shutdown().await;
     peer_shutdown.now();
     peer_server.drain(Duration::ZERO).await;
     ended
+}
+
+/// How a listener serves other parts.
+fn listener(tls: &Option<Arc<MutualTls>>, callers: Callers) -> ServeOptions {
+    let tls = tls.clone().map(|tls| ListenerTls::Parts(tls, callers));
+    ServeOptions { tls, ..ServeOptions::default() }
 }
 
 fn options(args: &ControlPlaneArgs, peers: SocketAddr) -> RaftOptions {
@@ -82,6 +95,7 @@ enum Ended {
 async fn serve(
     args: &ControlPlaneArgs,
     store: &Arc<RaftStore>,
+    tls: &Option<Arc<MutualTls>>,
     metrics: Arc<smg_telemetry::Metrics>,
     metrics_address: SocketAddr,
     signals: &mut Signals,
@@ -108,12 +122,12 @@ async fn serve(
         worker_tls: Some(process::worker_tls(&args.worker_tls)?),
         ..ControlPlaneOptions::new(Arc::clone(store) as _, metrics)
     });
-    let listener =
-        bind(args.listen).map_err(|error| RunError::start(&format!("admin API on {}", args.listen), error))?;
-    let bound = listener.local_addr().map_err(|error| RunError::start("admin API", error))?;
-    tracing::info!(target: SMG, address = %bound, metrics = %metrics_address, "serving the control plane");
+    let socket = bind(args.listen).map_err(|error| RunError::start(&format!("admin API on {}", args.listen), error))?;
+    let bound = socket.local_addr().map_err(|error| RunError::start("admin API", error))?;
+    tracing::info!(target: SMG, address = %bound, tls = tls.is_some(), metrics = %metrics_address, "serving the control plane");
     let shutdown = Shutdown::default();
-    let server = Server::new(ServeOptions::default(), shutdown.clone());
+    // Operators may show a token instead of a certificate.
+    let server = Server::new(listener(tls, Callers::Anybody), shutdown.clone());
     let grace = Duration::from_secs(args.process.shutdown_grace_period_secs).min(Duration::from_secs(10));
     let ending = async {
         let ended = end(signals).await;
@@ -130,7 +144,7 @@ async fn serve(
         }
         ended
     };
-    let ((), ended) = tokio::join!(server.listen(listener, control_plane.router()), ending);
+    let ((), ended) = tokio::join!(server.listen(socket, control_plane.router()), ending);
     conclude(ended)
 }
 

@@ -1,16 +1,19 @@
 //! `smg gateway`: one data-plane gateway that follows a control plane.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use smg_gateway::{AdmissionOptions, Dial, Gateway, GatewayOptions, Keys, LoadMonitorOptions};
+use smg_net::mutual::identity::Part;
 use smg_net::patience::Patience;
-use smg_net::serve::{ConnectionEvent, ServeOptions, Server, Shutdown, bind};
+use smg_net::serve::{ConnectionEvent, ListenerTls, ServeOptions, Server, Shutdown, bind};
 use smg_net::tls::ServerTls;
 use smg_telemetry::trace::Tracer;
 use smg_telemetry::{Metrics, SMG};
 use uuid::Uuid;
 
+use crate::certificates;
 use crate::cli::{EdgeArgs, GatewayArgs};
 use crate::process::{self, RunError, Signals};
 
@@ -22,16 +25,20 @@ pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
     let metrics_address = args.process.prometheus_address(args.edge.host);
     let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
     tracing::info!(target: SMG, address = %metrics_address, "metrics");
+    let part = |directory: &PathBuf| certificates::of_part(directory, Part::Gateway, &metrics);
+    let tls = args.tls_dir.as_ref().map(part).transpose()?;
     let gateway_id = args.gateway_id.unwrap_or_else(random_id);
     let options = GatewayOptions {
         tracer: tracer(&args.edge, &gateway_id, &metrics)?,
         gateway_id,
         data_dir: args.data_dir,
+        guarded: tls.is_some(),
         worker_tls: Some(process::worker_tls(&args.worker_tls)?),
         text: args.text,
         ..options(&args.edge, args.keys)
     };
-    let gateway = Gateway::start(options, Arc::clone(&metrics), Dial::Tcp(args.controlplane));
+    let dial = Dial::Tcp { names: args.controlplane, tls };
+    let gateway = Gateway::start(options, Arc::clone(&metrics), dial);
     let grace = Duration::from_secs(args.process.shutdown_grace_period_secs);
     serve(&gateway, &args.edge, &metrics, grace, &mut signals).await
 }
@@ -110,8 +117,8 @@ pub async fn serve(
     let tls = edge.tls().map(ServerTls::load).transpose().map_err(|error| RunError::start("TLS", error))?;
     let server = Server::new(serve_options(edge, tls.clone(), metrics), shutdown.clone());
     tracing::info!(target: SMG, address = %bound, tls = tls.is_some(), "serving clients");
-    if let Some(tls) = tls {
-        smg_net::spawn("tls-files", tls.follow());
+    if let Some(tls) = &tls {
+        certificates::of_edge(tls, metrics);
     }
     let listening = server.listen(listener, gateway.api());
     let ending = async {
@@ -139,7 +146,7 @@ fn serve_options(edge: &EdgeArgs, tls: Option<Arc<ServerTls>>, metrics: &Arc<Met
             idle: or_never(edge.idle_connection_timeout_secs),
             max_age: or_never(edge.max_connection_age_secs),
         },
-        tls,
+        tls: tls.map(ListenerTls::Edge),
         observer: Some(Arc::new(observer)),
     }
 }

@@ -9,11 +9,14 @@ use std::time::Duration;
 use smg_controlplane::{ControlPlane, ControlPlaneOptions};
 use smg_gateway::{Dial, Gateway, GatewayOptions, Link};
 use smg_net::memory;
-use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_net::mutual::Callers;
+use smg_net::mutual::identity::Part;
+use smg_net::serve::{ListenerTls, ServeOptions, Server, Shutdown, bind};
 use smg_store::ClusterStore;
 use smg_store::raft::{RaftOptions, RaftStore};
 use smg_telemetry::SMG;
 
+use crate::certificates;
 use crate::cli::LaunchArgs;
 use crate::controlplane::STATE_DIRECTORY;
 use crate::process::{self, RunError, Signals};
@@ -54,12 +57,18 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
         let (inner, router) = (inner.clone(), control_plane.router());
         smg_net::spawn("in-process", async move { inner.listen_in_memory(connections, router).await });
     }
+    let mut outer = None;
     if let Some(address) = args.controlplane_listen {
         let listener = bind(address).map_err(|error| RunError::start(&format!("control plane on {address}"), error))?;
         let bound = listener.local_addr().map_err(|error| RunError::start("control plane", error))?;
-        tracing::info!(target: SMG, address = %bound, "serving the control plane");
-        let (inner, router) = (inner.clone(), control_plane.router());
-        smg_net::spawn("control-plane", async move { inner.listen(listener, router).await });
+        let part = |directory: &PathBuf| certificates::of_part(directory, Part::ControlPlane, &metrics);
+        let tls = args.tls_dir.as_ref().map(part).transpose()?;
+        tracing::info!(target: SMG, address = %bound, tls = tls.is_some(), "serving the control plane");
+        let tls = tls.map(|tls| ListenerTls::Parts(tls, Callers::Anybody));
+        let server = Server::new(ServeOptions { tls, ..ServeOptions::default() }, inner_shutdown.clone());
+        let (listening, router) = (server.clone(), control_plane.router());
+        smg_net::spawn("control-plane", async move { listening.listen(listener, router).await });
+        outer = Some(server);
     }
 
     let gateway_id = args.gateway_id.unwrap_or_else(gateway::random_id);
@@ -82,6 +91,9 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
     control_plane.stop().await;
     inner_shutdown.now();
     inner.drain(Duration::from_secs(1)).await;
+    if let Some(outer) = outer {
+        outer.drain(Duration::from_secs(1)).await;
+    }
     store.shutdown().await;
     served
 }

@@ -1,10 +1,13 @@
 //! `smg`: a gateway fleet for prefill/decode disaggregated LLM serving.
 
+mod authority;
+mod certificates;
 mod cli;
 mod cluster;
 mod controlplane;
 mod gateway;
 mod launch;
+mod operator;
 mod process;
 
 use std::io::Write;

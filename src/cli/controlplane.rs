@@ -8,6 +8,7 @@ use smg_net::tls::ClientFiles;
 
 use super::access::{TokenArgs, TokenFlags};
 use super::error::CliError;
+use super::part_tls::PartTlsFlags;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::tls::WorkerTlsFlags;
 use super::values;
@@ -59,9 +60,8 @@ pub(super) struct ControlPlaneFlags {
     /// Members of the etcd cluster; not available in this version
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL,…")]
     etcd_endpoints: Vec<String>,
-    /// Speak without TLS and tokens
-    #[arg(long)]
-    insecure: bool,
+    #[command(flatten)]
+    part_tls: PartTlsFlags,
     #[command(flatten)]
     tokens: TokenFlags,
     #[command(flatten)]
@@ -81,6 +81,8 @@ pub struct ControlPlaneArgs {
     pub listen: SocketAddr,
     /// Address for the other members.
     pub peer_listen: SocketAddr,
+    /// Directory of this member's certificate; none = without TLS between parts.
+    pub tls_dir: Option<PathBuf>,
     /// TLS towards workers.
     pub worker_tls: ClientFiles,
     /// Who may call the admin API.
@@ -111,10 +113,7 @@ impl ControlPlaneFlags {
             let reason = "must be at least three times --heartbeat-interval-ms, or one lost message is an election";
             return Err(CliError::conflict("--election-timeout-ms", reason));
         }
-        if !self.insecure {
-            let reason = "this version has no TLS and no tokens; add --insecure on a trusted network";
-            return Err(CliError::refused("smg controlplane", reason));
-        }
+        let tls_dir = self.part_tls.required("smg controlplane")?;
         check_ports_differ(&[
             ("--listen", self.listen.port()),
             ("--peer-listen", self.peer_listen.port()),
@@ -132,7 +131,13 @@ impl ControlPlaneFlags {
             advertise: self.advertise,
             heartbeat_interval_ms: self.heartbeat_interval_ms,
             election_timeout_ms: self.election_timeout_ms,
-            warnings: vec!["--insecure: the control plane is served without TLS and tokens".to_owned()],
+            warnings: match &tls_dir {
+                None => {
+                    vec!["--insecure: the control plane is served without TLS, to everybody on the network".to_owned()]
+                }
+                Some(_) => Vec::new(),
+            },
+            tls_dir,
         })
     }
 }

@@ -10,6 +10,7 @@ use super::access::KeyFlags;
 use super::error::CliError;
 use super::launch::TokenWireFlags;
 use super::limits::EdgeArgs;
+use super::part_tls::PartTlsFlags;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::tls::WorkerTlsFlags;
 use super::values;
@@ -45,9 +46,8 @@ struct FollowerFlags {
     /// Name of this gateway in the fleet [default: random]
     #[arg(long, value_name = "NAME")]
     gateway_id: Option<String>,
-    /// Speak to the control plane without TLS and tokens
-    #[arg(long)]
-    insecure: bool,
+    #[command(flatten)]
+    part_tls: PartTlsFlags,
 }
 
 /// A checked `smg gateway`.
@@ -57,6 +57,8 @@ pub struct GatewayArgs {
     pub process: ProcessArgs,
     /// The client edge.
     pub edge: EdgeArgs,
+    /// Directory of this gateway's certificate; none = without TLS between parts.
+    pub tls_dir: Option<PathBuf>,
     /// TLS towards workers.
     pub worker_tls: ClientFiles,
     /// Keys of the client edge.
@@ -79,20 +81,19 @@ impl GatewayFlags {
         self.process.check()?;
         self.edge.check()?;
         check_ports_differ(&[("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)])?;
-        if !self.fleet.insecure {
-            let reason = "this version has no TLS and no tokens towards the control plane; \
-                          add --insecure on a trusted network";
-            return Err(CliError::refused("smg gateway", reason));
-        }
+        let tls_dir = self.fleet.part_tls.required("smg gateway")?;
         let keys = self.keys.resolve()?;
         let mut warnings: Vec<String> = self.token_wire.fleet_warning().into_iter().collect();
         warnings.extend(self.edge.open_warning(&keys));
-        warnings.push("--insecure: the control plane is reached without TLS and tokens".to_owned());
+        if tls_dir.is_none() {
+            warnings.push("--insecure: the control plane is reached without TLS".to_owned());
+        }
         Ok(GatewayArgs {
             process: self.process,
             edge: self.edge,
             worker_tls: self.worker_tls.resolve()?,
             keys,
+            tls_dir,
             controlplane: self.fleet.controlplane,
             data_dir: self.fleet.data_dir,
             gateway_id: self.fleet.gateway_id,

@@ -12,6 +12,7 @@ use super::access::{KeyFlags, TokenArgs, TokenFlags};
 use super::error::CliError;
 use super::health::HealthFlags;
 use super::limits::EdgeArgs;
+use super::part_tls::PartTlsFlags;
 use super::policy::PolicyFlags;
 use super::process::{ProcessArgs, check_ports_differ};
 use super::protection::ProtectionFlags;
@@ -58,15 +59,14 @@ struct FleetFlags {
     /// Directory of the durable fleet state [default: a temporary one that dies with the process]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// Serve other gateways on this address too; needs --insecure
+    /// Serve other gateways on this address too; needs --tls-dir or --insecure
     #[arg(long, value_name = "IP:PORT")]
     controlplane_listen: Option<SocketAddr>,
     /// Name of this gateway in the fleet [default: random]
     #[arg(long, value_name = "NAME")]
     gateway_id: Option<String>,
-    /// Speak without TLS and tokens between the parts of the fleet
-    #[arg(long)]
-    insecure: bool,
+    #[command(flatten)]
+    part_tls: PartTlsFlags,
 }
 
 /// Flags that concern workers with a gRPC wire only: the gateway turns their clients' words into tokens, and tokens into answers.
@@ -151,6 +151,8 @@ pub struct LaunchArgs {
     pub data_dir: Option<PathBuf>,
     /// Where other gateways are served, if at all.
     pub controlplane_listen: Option<SocketAddr>,
+    /// Directory of the certificate that they are served with; none = without TLS between parts.
+    pub tls_dir: Option<PathBuf>,
     /// Name of this gateway in the fleet, when it was given.
     pub gateway_id: Option<String>,
     /// How requests become tokens where workers speak gRPC.
@@ -171,11 +173,13 @@ impl LaunchFlags {
         let mut listeners = vec![("--port", self.edge.port), ("--prometheus-port", self.process.prometheus_port)];
         listeners.extend(self.fleet.controlplane_listen.map(|address| ("--controlplane-listen", address.port())));
         check_ports_differ(&listeners)?;
-        if self.fleet.controlplane_listen.is_some() && !self.fleet.insecure {
-            let reason = "this version has no TLS and no tokens between the parts of the fleet; \
-                          add --insecure on a trusted network";
-            return Err(CliError::refused("--controlplane-listen", reason));
-        }
+        let tls_dir = match self.fleet.controlplane_listen {
+            Some(_) => self.fleet.part_tls.required("--controlplane-listen")?,
+            None if self.fleet.part_tls.given() => {
+                return Err(CliError::conflict("--tls-dir", "has no use without --controlplane-listen"));
+            }
+            None => None,
+        };
         let mut startup_policy = PolicyDocument::default();
         self.policy.write_to(&mut startup_policy);
         self.token_wire.write_to(&mut startup_policy);
@@ -206,6 +210,7 @@ impl LaunchFlags {
             tokens,
             data_dir: self.fleet.data_dir,
             controlplane_listen: self.fleet.controlplane_listen,
+            tls_dir,
             gateway_id: self.fleet.gateway_id,
             text: self.token_wire.text()?,
             warnings,
@@ -222,8 +227,8 @@ impl LaunchFlags {
                 format!("{flag} without --pd-disaggregation counts only for prefill and decode workers added later")
             }));
         }
-        if self.fleet.insecure {
-            warnings.push("--insecure: the parts of the fleet speak without TLS and tokens".to_owned());
+        if self.fleet.part_tls.insecure {
+            warnings.push("--insecure: the parts of the fleet speak without TLS".to_owned());
         }
         warnings
     }

@@ -21,6 +21,7 @@ mod gateway;
 mod health;
 mod launch;
 mod limits;
+mod part_tls;
 mod policy;
 mod process;
 mod protection;
@@ -38,7 +39,7 @@ use std::ffi::OsString;
 use clap::{Args as _, FromArgMatches as _};
 
 pub use access::{BOOTSTRAP, TokenArgs};
-pub use cluster::{ClusterArgs, ClusterVerb, Output};
+pub use cluster::{CaVerb, ClusterArgs, ClusterVerb, Output, TargetArgs};
 pub use controlplane::ControlPlaneArgs;
 pub use error::{CliError, EXIT_USAGE};
 pub use gateway::GatewayArgs;
@@ -66,7 +67,7 @@ pub enum Invocation {
 
 /// Reads the arguments of the process, the program's name first.
 ///
-/// `environment` gives the value of an environment variable; it is asked only for documented ones that guard the admin API.
+/// `environment` gives the value of an environment variable; it is asked only for documented ones that have to do with access.
 pub fn parse<I, T>(arguments: I, environment: impl Fn(&str) -> Option<String>) -> Result<Invocation, CliError>
 where
     I: IntoIterator<Item = T>,
@@ -105,7 +106,7 @@ where
         }
         Some(("cluster", given)) => {
             let flags = cluster::ClusterFlags::from_arg_matches(given)?;
-            Ok(Invocation::Cluster(Box::new(flags.resolve()?)))
+            Ok(Invocation::Cluster(Box::new(flags.resolve(environment)?)))
         }
         _ => Ok(Invocation::Print(command().render_help().to_string())),
     }
@@ -131,7 +132,7 @@ fn command() -> clap::Command {
     let gateway = absent::declare(gateway::GatewayFlags::augment_args(clap::Command::new("gateway")))
         .about("Run one data-plane gateway");
     let cluster = cluster::ClusterFlags::augment_args(clap::Command::new("cluster"))
-        .about("Show or change the members of the control plane")
+        .about("Show or change the members of the control plane, or make the certificates of a fleet")
         .subcommand_required(true)
         .arg_required_else_help(true);
     clap::Command::new("smg")

@@ -614,11 +614,86 @@ fn listeners_need_different_ports() {
 }
 
 #[test]
-fn parts_of_a_fleet_start_only_insecurely_until_tls_exists() {
-    assert_eq!(refusal("smg controlplane --data-dir d --bootstrap").0, "smg controlplane");
-    assert_eq!(refusal("smg gateway --controlplane a:1").0, "smg gateway");
+fn parts_of_a_fleet_start_with_certificates_or_insecurely_and_never_by_oversight() {
+    let parts = ["smg controlplane --data-dir d --bootstrap", "smg gateway --controlplane a:1"];
+    for (line, named) in parts.into_iter().zip(["smg controlplane", "smg gateway"]) {
+        let (flag, reason) = refusal(line);
+        assert_eq!(flag, named);
+        assert!(reason.contains("smg cluster ca init") && reason.contains("--insecure"), "{reason}");
+        assert!(
+            parse_line(&format!("{line} --tls-dir d")).is_ok() && parse_line(&format!("{line} --insecure")).is_ok()
+        );
+        syntax_error(&format!("{line} --tls-dir d --insecure"));
+    }
+    let Ok(Invocation::Gateway(gateway)) = parse_line("smg gateway --controlplane a:1 --tls-dir /c") else { panic!() };
+    assert_eq!(
+        (gateway.tls_dir, gateway.warnings.iter().any(|warning| warning.contains("insecure"))),
+        (Some("/c".into()), false)
+    );
     assert_eq!(refusal("smg --controlplane-listen 127.0.0.1:7400").0, "--controlplane-listen");
-    assert!(launch("smg --controlplane-listen 127.0.0.1:7400 --insecure").controlplane_listen.is_some());
+    assert_eq!(refusal("smg --tls-dir d").0, "--tls-dir");
+    for safety in ["--insecure", "--tls-dir d"] {
+        assert!(launch(&format!("smg --controlplane-listen 127.0.0.1:7400 {safety}")).controlplane_listen.is_some());
+    }
+}
+
+#[test]
+fn an_operator_names_certificates_and_token_by_flags_or_else_in_the_environment() {
+    let target = |line: &str, environment: &[(&str, &str)]| {
+        let look = |name: &str| {
+            let found = environment.iter().find(|(known, _)| *known == name);
+            found.map(|(_, value)| (*value).to_owned())
+        };
+        match parse(line.split_whitespace(), look) {
+            Ok(Invocation::Cluster(arguments)) => Ok(arguments.target),
+            Err(error) => Err(error.to_string()),
+            Ok(other) => panic!("{other:?}"),
+        }
+    };
+    let roots = |line: &str, environment: &[(&str, &str)]| {
+        let tls = target(line, environment).unwrap().tls;
+        tls.map(|tls| {
+            (tls.roots.display().to_string(), tls.identity.map(|(certificate, _)| certificate.display().to_string()))
+        })
+    };
+    let some = |roots: &str, certificate: Option<&str>| Some((roots.to_owned(), certificate.map(str::to_owned)));
+    assert_eq!(roots("smg cluster status", &[]), None);
+    assert_eq!(roots("smg cluster status --tls-dir d", &[]), some("d/ca.crt", Some("d/tls.crt")));
+    assert_eq!(roots("smg cluster status --ca c", &[("SMG_TLS_DIR", "d")]), some("c", None));
+    assert_eq!(roots("smg cluster status", &[("SMG_TLS_DIR", "d")]), some("d/ca.crt", Some("d/tls.crt")));
+    assert_eq!(
+        roots("smg cluster status", &[("SMG_CA", "a"), ("SMG_CERT", "b"), ("SMG_KEY", "k")]),
+        some("a", Some("b"))
+    );
+    for line in
+        ["--cert a --key b", "--ca c --cert a", "--ca c --key b", "--ca c --tls-dir d", "--token t --token-file f"]
+    {
+        assert!(target(&format!("smg cluster status {line}"), &[]).is_err(), "{line}");
+    }
+    let token = |line: &str, environment: &[(&str, &str)]| {
+        target(line, environment).unwrap().token.map(|token| token.to_string())
+    };
+    assert_eq!(token("smg cluster status", &[("SMG_TOKEN", "t")]).as_deref(), Some("t"));
+    assert_eq!(token("smg cluster status --token-file f", &[("SMG_TOKEN", "t")]), None);
+    assert_eq!(token("smg cluster status --token u", &[("SMG_TOKEN", "t")]).as_deref(), Some("u"));
+    let shown = format!("{:?}", target("smg cluster status --token hush-hush", &[]));
+    assert!(!shown.contains("hush-hush"), "{shown}");
+}
+
+#[test]
+fn an_authority_takes_names_that_can_stand_in_a_certificate() {
+    let line = "smg cluster ca issue /ca --role gateway --name g-1 --host cp1.internal --host 10.0.0.1 --days 7";
+    let Ok(Invocation::Cluster(arguments)) = parse_line(line) else { panic!("{line}") };
+    let ClusterVerb::Ca(CaVerb::Issue { role, host, days, .. }) = arguments.verb else { panic!("{line}") };
+    assert_eq!((role.as_str(), host.len(), days), ("gateway", 2, 7));
+    for line in [
+        "issue d --role root --name a",
+        "issue d --role admin --name a/b",
+        "init d --cluster-name A",
+        "init d --days 0",
+    ] {
+        syntax_error(&format!("smg cluster ca {line}"));
+    }
 }
 
 #[test]
@@ -642,7 +717,7 @@ fn a_control_plane_names_its_listeners_and_refuses_what_does_not_exist_yet() {
         panic!("smg cluster")
     };
     assert_eq!(asked.verb, ClusterVerb::Replace { node_id: 3, with: Some(4) });
-    assert_eq!((asked.controlplane.join(" "), asked.output), ("a:7400 b:1".into(), Output::Json));
+    assert_eq!((asked.target.controlplane.join(" "), asked.output), ("a:7400 b:1".into(), Output::Json));
     for line in ["smg cluster", "smg cluster remove", "smg cluster join x", "smg cluster status -o yaml"] {
         syntax_error(line);
     }

@@ -1,5 +1,7 @@
 //! Parsers of single flag values. Each returns the value or the rule it breaks, as clap wants it.
 
+use smg_net::mutual::identity::{self, Part};
+
 /// A finite number of at least one, such as a backoff multiplier.
 pub(super) fn at_least_one(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
@@ -67,6 +69,23 @@ pub(super) fn control_plane_address(text: &str) -> Result<String, String> {
 /// `HOST:PORT` or a bare host; the port of the members among themselves is added where none is given.
 pub(super) fn peer_address(text: &str) -> Result<String, String> {
     address(text, 7401)
+}
+
+/// What a part of the fleet is.
+pub(super) fn part(text: &str) -> Result<Part, String> {
+    Part::from_name(text).ok_or_else(|| "must be controlplane, gateway or admin".to_owned())
+}
+
+/// What a part of the fleet is called in its certificate.
+pub(super) fn part_name(text: &str) -> Result<String, String> {
+    let rule = || "must be letters, digits, `.`, `-` and `_`".to_owned();
+    if identity::is_name(text) { Ok(text.to_owned()) } else { Err(rule()) }
+}
+
+/// What a cluster is called in certificates.
+pub(super) fn cluster_name(text: &str) -> Result<String, String> {
+    let rule = || "must be lower-case letters, digits, `.`, `-` and `_`".to_owned();
+    if identity::is_cluster_name(text) { Ok(text.to_owned()) } else { Err(rule()) }
 }
 
 /// A host name or an address without a port; one of IPv6 gets its brackets.

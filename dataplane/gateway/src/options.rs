@@ -43,6 +43,8 @@ pub struct GatewayOptions {
     pub worker_tls: Option<smg_net::tls::ClientConfig>,
     /// Keys that inference needs.
     pub keys: Keys,
+    /// Whether the control plane serves nobody who does not say who they are: then admin requests are not open here either.
+    pub guarded: bool,
     /// How engines are asked for their load.
     pub load: LoadMonitorOptions,
     /// How requests become tokens where workers speak gRPC.
@@ -94,6 +96,7 @@ impl Default for GatewayOptions {
             cors_origins: Origins::None,
             worker_tls: None,
             keys: Keys::default(),
+            guarded: false,
             load: LoadMonitorOptions::default(),
             text: TextOptions::default(),
             control_plane_timeout: Duration::from_secs(2),

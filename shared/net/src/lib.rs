@@ -3,12 +3,14 @@
 //! * [`serve`]: one accept loop for every listener, with a drain that cuts nothing before its deadline;
 //! * [`patience`]: how long a connection may make us wait, and how old it may grow;
 //! * [`tls`]: certificates from files, for listeners and towards workers;
+//! * [`mutual`]: TLS between the parts of a fleet, each with a certificate that says what it is;
 //! * [`memory`]: a transport inside the process, so that one process with both planes runs the same services as two;
 //! * [`backoff`]: how long to wait before trying again;
 //! * [`spawn`]: named background tasks.
 
 pub mod backoff;
 pub mod memory;
+pub mod mutual;
 pub mod patience;
 pub mod serve;
 pub mod tls;

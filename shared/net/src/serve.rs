@@ -21,11 +21,13 @@ use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::memory;
+use crate::mutual::identity::Caller;
+use crate::mutual::{Callers, MutualTls};
 use crate::patience::{Activity, Noted, Patience, Timeout, Tracked};
 use crate::tls::ServerTls;
 
@@ -71,9 +73,37 @@ pub struct ServeOptions {
     /// How long a connection may make us wait, and how old it may grow.
     pub patience: Patience,
     /// TLS of accepted sockets; connections inside the process never have it.
-    pub tls: Option<Arc<ServerTls>>,
+    pub tls: Option<ListenerTls>,
     /// Told about every connection.
     pub observer: Option<ConnectionObserver>,
+}
+
+/// TLS of a listener.
+#[derive(Clone)]
+pub enum ListenerTls {
+    /// For clients of any kind.
+    Edge(Arc<ServerTls>),
+    /// For parts of the fleet: every request says who makes it, as a [`Caller`] among its extensions.
+    Parts(Arc<MutualTls>, Callers),
+}
+
+impl ListenerTls {
+    /// Agrees on TLS; `None` = it was not agreed on.
+    async fn accept(&self, stream: TcpStream, from: SocketAddr) -> Option<(TlsStream<TcpStream>, Option<Caller>)> {
+        match self {
+            Self::Edge(tls) => match tls.acceptor().accept(stream).await {
+                Ok(stream) => Some((stream, None)),
+                Err(error) => {
+                    tracing::debug!(target: "smg", %error, "a TLS handshake failed");
+                    None
+                }
+            },
+            Self::Parts(tls, callers) => {
+                let (stream, caller) = tls.accept(stream, from, *callers).await?;
+                Some((stream, Some(caller)))
+            }
+        }
+    }
 }
 
 /// What a connection carries.
@@ -135,12 +165,12 @@ impl Server {
                 accepted = listener.accept() => accepted,
             };
             match accepted {
-                Ok((stream, _)) => {
+                Ok((stream, from)) => {
                     // Tokens are small writes: waiting to fill a packet would hold each back.
                     let _ = stream.set_nodelay(true);
                     match &self.options.tls {
                         None => self.serve_connection(stream, service.clone()),
-                        Some(tls) => self.serve_tls(stream, tls.acceptor(), service.clone()),
+                        Some(tls) => self.serve_tls(stream, from, tls.clone(), service.clone()),
                     }
                 }
                 Err(error) => {
@@ -181,12 +211,12 @@ impl Server {
         let server = self.clone();
         self.connections.spawn(async move {
             let _open = Open::new(&server.options);
-            server.drive(stream, service).await;
+            server.drive(stream, None, service).await;
         });
     }
 
     /// As [`Server::serve_connection`], behind a TLS handshake, which has the time of a request head.
-    fn serve_tls<S, B>(&self, stream: TcpStream, acceptor: TlsAcceptor, service: S)
+    fn serve_tls<S, B>(&self, stream: TcpStream, from: SocketAddr, tls: ListenerTls, service: S)
     where
         S: HttpService<B>,
         B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
@@ -197,17 +227,17 @@ impl Server {
             let limit = server.options.patience.header_read.unwrap_or(MAX_HANDSHAKE);
             let handshake = tokio::select! {
                 () = server.cut.cancelled() => return,
-                handshake = tokio::time::timeout(limit, acceptor.accept(stream)) => handshake,
+                handshake = tokio::time::timeout(limit, tls.accept(stream, from)) => handshake,
             };
             match handshake {
-                Ok(Ok(stream)) => server.drive(stream, service).await,
-                Ok(Err(error)) => tracing::debug!(target: "smg", %error, "a TLS handshake failed"),
+                Ok(Some((stream, caller))) => server.drive(stream, caller, service).await,
+                Ok(None) => {}
                 Err(_) => open.tell(ConnectionEvent::TimedOut(Timeout::HeaderRead)),
             }
         });
     }
 
-    async fn drive<IO, S, B>(self, stream: IO, service: S)
+    async fn drive<IO, S, B>(self, stream: IO, caller: Option<Caller>, service: S)
     where
         IO: Stream,
         S: HttpService<B>,
@@ -230,8 +260,11 @@ impl Server {
         let begun = CancellationToken::new();
         let service = {
             let (begun, activity, service) = (begun.clone(), Arc::clone(&activity), TowerToHyperService::new(service));
-            hyper::service::service_fn(move |request: http::Request<Incoming>| {
+            hyper::service::service_fn(move |mut request: http::Request<Incoming>| {
                 begun.cancel();
+                if let Some(caller) = &caller {
+                    request.extensions_mut().insert(caller.clone());
+                }
                 let in_flight = activity.begin(request.version());
                 let last = (!activity.is_http2()).then(|| Arc::clone(&activity));
                 let response = hyper::service::Service::call(&service, request);

@@ -21,6 +21,8 @@ use rustls::{RootCertStore, ServerConfig};
 use thiserror::Error;
 use tokio_rustls::TlsAcceptor;
 
+use crate::mutual::validity::Validity;
+
 /// How often a listener looks whether its files have changed.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -59,7 +61,7 @@ fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
     std::fs::read(path).map_err(|error| TlsError::Read { path: path.to_owned(), error })
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let what = "certificate";
     let pem = |reason: String| TlsError::Pem { path: path.to_owned(), what, reason };
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
@@ -67,14 +69,23 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     if found.is_empty() { Err(pem("the file holds none".to_owned())) } else { Ok(found) }
 }
 
-fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+/// The first certificate of a file.
+///
+/// # Errors
+/// When there is none.
+pub fn first_certificate(path: &Path) -> Result<CertificateDer<'static>, TlsError> {
+    let none = || TlsError::Unusable { path: path.to_owned(), reason: "the file holds no certificate".to_owned() };
+    certificates(path)?.into_iter().next().ok_or_else(none)
+}
+
+pub(crate) fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     let what = "private key";
     let pem =
         |error: rustls::pki_types::pem::Error| TlsError::Pem { path: path.to_owned(), what, reason: error.to_string() };
     PrivateKeyDer::from_pem_slice(&read(path)?).map_err(pem)
 }
 
-fn add_roots(roots: &mut RootCertStore, path: &Path) -> Result<(), TlsError> {
+pub(crate) fn add_roots(roots: &mut RootCertStore, path: &Path) -> Result<(), TlsError> {
     for certificate in certificates(path)? {
         let unusable = |error: rustls::Error| TlsError::Unusable { path: path.to_owned(), reason: error.to_string() };
         roots.add(certificate).map_err(unusable)?;
@@ -82,7 +93,7 @@ fn add_roots(roots: &mut RootCertStore, path: &Path) -> Result<(), TlsError> {
     Ok(())
 }
 
-fn provider() -> Arc<CryptoProvider> {
+pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
@@ -98,7 +109,7 @@ pub struct ServerFiles {
 }
 
 impl ServerFiles {
-    fn load(&self) -> Result<ServerConfig, TlsError> {
+    fn load(&self) -> Result<Served, TlsError> {
         let (chain, key) = (certificates(&self.certificate)?, private_key(&self.key)?);
         let unusable = |path: &Path, reason: String| TlsError::Unusable { path: path.to_owned(), reason };
         let builder = ServerConfig::builder_with_provider(provider())
@@ -113,27 +124,77 @@ impl ServerFiles {
                 builder.with_client_cert_verifier(verifier.map_err(|error| unusable(first, error.to_string()))?)
             }
         };
+        let validity = chain.first().and_then(|certificate| Validity::of(certificate));
         let config = builder.with_single_cert(chain, key);
         let mut config = config.map_err(|error| unusable(&self.key, error.to_string()))?;
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        Ok(config)
+        Ok(Served { config: Arc::new(config), validity })
     }
 
-    /// What changes when any of the files does.
-    fn fingerprint(&self) -> Vec<Option<(SystemTime, u64)>> {
-        let files = [&self.certificate, &self.key].into_iter().chain(&self.client_roots);
-        // Links are followed: that is how an orchestrator replaces several files at once.
-        let look =
-            |path: &PathBuf| std::fs::metadata(path).ok().and_then(|file| Some((file.modified().ok()?, file.len())));
-        files.map(look).collect()
+    fn all(&self) -> Vec<PathBuf> {
+        [&self.certificate, &self.key].into_iter().chain(&self.client_roots).cloned().collect()
     }
+}
+
+/// What changes when any of the files does.
+fn fingerprint(files: &[PathBuf]) -> Vec<Option<(SystemTime, u64)>> {
+    // Links are followed: that is how an orchestrator replaces several files at once.
+    let look = |path: &PathBuf| std::fs::metadata(path).ok().and_then(|file| Some((file.modified().ok()?, file.len())));
+    files.iter().map(look).collect()
+}
+
+/// Follows files for ever: what `load` makes of them goes to `put`. Both see every change within moments of it.
+pub(crate) async fn follow<T: Send + 'static>(
+    files: Vec<PathBuf>,
+    certificate: &Path,
+    load: impl Fn() -> Result<T, TlsError> + Clone + Send + 'static,
+    put: impl Fn(T),
+) {
+    let files = Arc::new(files);
+    let mut seen = fingerprint(&files);
+    let mut complaint = None;
+    let mut ticks = tokio::time::interval(LOOK);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let looking = Arc::clone(&files);
+        let looked = tokio::task::spawn_blocking(move || fingerprint(&looking)).await.unwrap_or_default();
+        // Files that could not be used are tried again: a key is often written a moment after its certificate.
+        if looked == seen && complaint.is_none() {
+            continue;
+        }
+        seen = looked;
+        let Ok(loaded) = tokio::task::spawn_blocking(load.clone()).await else { continue };
+        match loaded {
+            Ok(loaded) => {
+                put(loaded);
+                complaint = None;
+                let certificate = certificate.display();
+                tracing::info!(target: "smg", %certificate, "new connections use the new certificate");
+            }
+            Err(error) => {
+                let error = error.to_string();
+                if complaint.as_ref() != Some(&error) {
+                    tracing::error!(target: "smg", error, "the new certificate cannot be used: the last good one stays");
+                }
+                complaint = Some(error);
+            }
+        }
+    }
+}
+
+/// What was read from the files.
+#[derive(Debug)]
+struct Served {
+    config: Arc<ServerConfig>,
+    validity: Option<Validity>,
 }
 
 /// TLS of a listener.
 #[derive(Debug)]
 pub struct ServerTls {
     files: ServerFiles,
-    config: ArcSwap<ServerConfig>,
+    served: ArcSwap<Served>,
 }
 
 impl ServerTls {
@@ -142,48 +203,25 @@ impl ServerTls {
     /// # Errors
     /// When one cannot be used.
     pub fn load(files: ServerFiles) -> Result<Arc<Self>, TlsError> {
-        let config = ArcSwap::from_pointee(files.load()?);
-        Ok(Arc::new(Self { files, config }))
+        let served = ArcSwap::from_pointee(files.load()?);
+        Ok(Arc::new(Self { files, served }))
     }
 
     /// What accepts the next connection.
     pub(crate) fn acceptor(&self) -> TlsAcceptor {
-        TlsAcceptor::from(self.config.load_full())
+        TlsAcceptor::from(Arc::clone(&self.served.load().config))
     }
 
     /// Follows the files for ever.
     pub async fn follow(self: Arc<Self>) {
-        let mut seen = self.files.fingerprint();
-        let mut complaint = None;
-        let mut ticks = tokio::time::interval(LOOK);
-        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            ticks.tick().await;
-            let this = Arc::clone(&self);
-            let looked = tokio::task::spawn_blocking(move || this.files.fingerprint()).await.unwrap_or_default();
-            // Files that could not be used are tried again: a key is often written a moment after its certificate.
-            if looked == seen && complaint.is_none() {
-                continue;
-            }
-            seen = looked;
-            let this = Arc::clone(&self);
-            let Ok(loaded) = tokio::task::spawn_blocking(move || this.files.load()).await else { continue };
-            match loaded {
-                Ok(config) => {
-                    self.config.store(Arc::new(config));
-                    complaint = None;
-                    let certificate = self.files.certificate.display();
-                    tracing::info!(target: "smg", %certificate, "new connections use the new certificate");
-                }
-                Err(error) => {
-                    let error = error.to_string();
-                    if complaint.as_ref() != Some(&error) {
-                        tracing::error!(target: "smg", error, "the new certificate cannot be used: the last good one stays");
-                    }
-                    complaint = Some(error);
-                }
-            }
-        }
+        let files = self.files.clone();
+        let load = move || files.load();
+        follow(self.files.all(), &self.files.certificate, load, |served| self.served.store(Arc::new(served))).await;
+    }
+
+    /// From when to when the certificate is valid.
+    pub fn validity(&self) -> Option<Validity> {
+        self.served.load().validity
     }
 }
 

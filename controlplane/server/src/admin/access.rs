@@ -1,10 +1,12 @@
 //! Who may call the admin API.
 //!
-//! Secrets are judged here, whichever way a call came: a gateway forwards the caller's own `Authorization`, it vouches for nobody.
+//! Secrets are judged here, whichever way a call came: a gateway forwards the caller's own `Authorization`, it vouches for nobody. Its
+//! certificate, and that of another member, give no rights here: what a client may do depends on what the client itself can show.
 //!
-//! * Any token, stored or named by this process's flags: one whose role reaches is needed.
+//! * A secret that is sent is what counts: with any token, stored or named by this process's flags, one whose role reaches is needed.
+//! * None is sent, but the connection has an admin's certificate: that is enough.
 //! * No token, but a key of the client edge: that key is needed. It counts as an admin's, as in the documented system.
-//! * Neither: the API is open.
+//! * None of them: the API is open, unless the call came over TLS between parts.
 //!
 //! Tokens of this process's flags count from the first request on, before they are stored.
 
@@ -14,6 +16,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use smg_fleet::access::{self, Denied};
 use smg_fleet::{Role, StartupToken, TokenHash};
+use smg_net::mutual::identity::{Caller, Part};
 
 use super::Admin;
 use super::error::ApiError;
@@ -32,21 +35,49 @@ pub struct AccessOptions {
 /// Who makes a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
-    /// The token's name; none = nobody has to say who they are.
-    pub name: Option<String>,
+    /// How they are known.
+    pub by: Proof,
     /// What they may do.
     pub role: Role,
+}
+
+/// How somebody is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Proof {
+    /// Nobody has to say who they are.
+    None,
+    /// By the token of this name.
+    Token(String),
+    /// By the certificate of this name.
+    Certificate(String),
 }
 
 impl Identity {
     /// The author of what they change.
     pub(super) fn actor(&self) -> String {
-        self.name.as_ref().map_or_else(|| "admin-api".to_owned(), |name| format!("token:{name}"))
+        match &self.by {
+            Proof::None => "admin-api".to_owned(),
+            Proof::Token(name) => format!("token:{name}"),
+            Proof::Certificate(name) => format!("certificate:{name}"),
+        }
+    }
+
+    /// The name of the token or certificate.
+    pub(super) fn name(&self) -> Option<&str> {
+        match &self.by {
+            Proof::None => None,
+            Proof::Token(name) | Proof::Certificate(name) => Some(name),
+        }
     }
 }
 
-/// Judges the secret of a request.
-fn identify(admin: &Admin, secret: Option<&str>) -> Result<Identity, Denied> {
+/// Judges the secret of a request and, if it came over TLS between parts, its caller.
+fn identify(admin: &Admin, secret: Option<&str>, caller: Option<&Caller>) -> Result<Identity, Denied> {
+    if secret.is_none()
+        && let Some(Ok(operator)) = caller.map(|caller| caller.must_be(Part::Admin))
+    {
+        return Ok(Identity { by: Proof::Certificate(operator.name.clone()), role: Role::Admin });
+    }
     let state = admin.writer.store().local();
     let AccessOptions { startup_tokens, shared_key, .. } = &*admin.access;
     let stored = state.tokens().map(|token| (&token.name, token.role, &token.hash));
@@ -55,19 +86,23 @@ fn identify(admin: &Admin, secret: Option<&str>) -> Result<Identity, Denied> {
     if !tokens.is_empty() {
         let secret = secret.ok_or(Denied::Missing)?;
         let (name, role, _) = access::find(secret, tokens.iter(), |(_, _, hash)| *hash).ok_or(Denied::Unknown)?;
-        return Ok(Identity { name: Some((*name).clone()), role: *role });
+        return Ok(Identity { by: Proof::Token((*name).clone()), role: *role });
+    }
+    if caller.is_some() {
+        return Err(if secret.is_some() { Denied::Unknown } else { Denied::Missing });
     }
     if let Some(key) = shared_key {
         let secret = secret.ok_or(Denied::Missing)?;
         access::find(secret, std::iter::once(key), |key| key).ok_or(Denied::Unknown)?;
     }
-    Ok(Identity { name: None, role: Role::Admin })
+    Ok(Identity { by: Proof::None, role: Role::Admin })
 }
 
 /// Refuses whoever may not make a request, and says to handlers who may.
 pub(super) async fn authenticate(State(admin): State<Admin>, mut request: Request, next: Next) -> Response {
     let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let judged = identify(&admin, authorization.and_then(access::bearer)).and_then(|identity| {
+    let secret = authorization.and_then(access::bearer);
+    let judged = identify(&admin, secret, request.extensions().get::<Caller>()).and_then(|identity| {
         let (have, need) = (identity.role, Role::required(request.method().as_str(), request.uri().path()));
         if have >= need { Ok(identity) } else { Err(Denied::Role { have, need }) }
     });
@@ -79,7 +114,7 @@ pub(super) async fn authenticate(State(admin): State<Admin>, mut request: Reques
             return ApiError::Denied(denied).into_response();
         }
     };
-    let audited = admin.access.audit && identity.name.is_some() && !request.method().is_safe();
+    let audited = admin.access.audit && identity.by != Proof::None && !request.method().is_safe();
     let record = audited.then(|| (identity.actor(), request.method().clone(), request.uri().path().to_owned()));
     request.extensions_mut().insert(identity);
     let response = next.run(request).await;
@@ -87,6 +122,14 @@ pub(super) async fn authenticate(State(admin): State<Admin>, mut request: Reques
         tracing::info!(target: "smg::audit", actor, %method, path, status = response.status().as_u16(), "admin request");
     }
     response
+}
+
+/// Refuses whoever comes over TLS between parts without a certificate of one.
+pub(super) async fn parts_only(request: Request, next: Next) -> Response {
+    match request.extensions().get::<Caller>() {
+        None | Some(Caller::Part(_)) => next.run(request).await,
+        Some(Caller::Anonymous | Caller::Stranger(_)) => ApiError::Denied(Denied::Missing).into_response(),
+    }
 }
 
 /// The challenge of a 401 (RFC 6750 section 3).

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::{HeaderValue, Method, Uri};
-use axum::middleware::{Next, from_fn_with_state};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post};
 use smg_fleet::Revision;
@@ -73,7 +73,7 @@ pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize, ac
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(admin.clone(), access::authenticate))
         // A number that tells nothing about the fleet: gateways ask for it on behalf of clients, who are nobody here.
-        .route("/fleet/revision", get(fleet::revision))
+        .merge(Router::new().route("/fleet/revision", get(fleet::revision)).layer(from_fn(access::parts_only)))
         .layer(from_fn_with_state(admin.clone(), with_revision))
         .with_state(admin)
 }

@@ -95,7 +95,7 @@ pub(super) async fn revoke(
 /// `GET /fleet/whoami`: as whom the caller is known.
 pub(super) async fn whoami(State(admin): State<Admin>, parts: Parts) -> Response {
     let identity = parts.extensions.get::<Identity>();
-    let name = identity.and_then(|identity| identity.name.clone());
+    let name = identity.and_then(Identity::name);
     let role = identity.map(|identity| identity.role.as_str());
     at_revision(admin.writer.store().local().revision(), Json(json!({"name": name, "role": role})).into_response())
 }

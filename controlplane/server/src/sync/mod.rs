@@ -15,6 +15,8 @@ use axum::Router;
 use futures::Stream;
 use smg_fleet::Revision;
 use smg_fleet::wire::worker_id;
+use smg_net::mutual::guard::Guard;
+use smg_net::mutual::identity::Part;
 use smg_services::sync::sync_server::{Sync, SyncServer};
 use smg_services::sync::{Down, GoAway, Hello, ServerHeartbeat, Up, down, up};
 use smg_store::ClusterStore;
@@ -129,10 +131,10 @@ impl SyncService {
         Arc::clone(&self.shared.gateways)
     }
 
-    /// The service as routes. Unlike tonic's own router this one has no fallback, so that it merges with others.
+    /// The service as routes; over TLS between parts for gateways only. Unlike tonic's own router this one has no fallback, so that it merges with others.
     pub fn router(&self) -> Router {
         let server = SyncServer::new(self.clone()).max_decoding_message_size(MAX_UP_BYTES);
-        Router::new().route_service("/smg.sync.v1.Sync/{*method}", server)
+        Router::new().route_service("/smg.sync.v1.Sync/{*method}", Guard::new(server, Part::Gateway))
     }
 }
 

@@ -5,7 +5,6 @@
 //! gets the same number. The leader sees the new number in the registry and begins to replicate to it.
 
 use std::fmt;
-use std::net::IpAddr;
 use std::time::Duration;
 
 use smg_messages::disk as disk_pb;
@@ -18,7 +17,7 @@ use uuid::Uuid;
 
 use super::dir::{self, OpenError};
 use super::identity::PROTOCOL;
-use super::links::{channel, classify};
+use super::links::{CallError, Way, classify};
 use super::options::{NodeIdentity, RaftOptions};
 
 /// For one member's answer, which waits for a commit.
@@ -69,14 +68,10 @@ impl fmt::Display for NoPlace {
 }
 
 /// Asks members for a place, one after the other, until one answers.
-pub(crate) async fn ask(
-    addresses: &[String],
-    source: Option<IpAddr>,
-    request: &pb::JoinRequest,
-) -> Result<(Uuid, NodeId), NoPlace> {
+pub(crate) async fn ask(addresses: &[String], way: &Way, request: &pb::JoinRequest) -> Result<(Uuid, NodeId), NoPlace> {
     let mut last = "there is nobody to ask".to_owned();
     for address in addresses {
-        let channel = match channel(address, source) {
+        let channel = match way.channel(address) {
             Ok(channel) => channel,
             Err(why) => {
                 last = why;
@@ -96,7 +91,13 @@ pub(crate) async fn ask(
             Ok(Err(status)) if matches!(status.code(), Code::FailedPrecondition | Code::InvalidArgument) => {
                 return Err(NoPlace::Refused(format!("{address}: {}", status.message())));
             }
-            Ok(Err(status)) => last = format!("{address}: {}", classify(&status).message()),
+            Ok(Err(status)) => match classify(&status) {
+                // No other member will say anything else.
+                CallError::Refused(why) if status.code() == Code::PermissionDenied => {
+                    return Err(NoPlace::Refused(format!("{address}: {why}")));
+                }
+                error => last = format!("{address}: {}", error.message()),
+            },
         }
     }
     Err(NoPlace::NoAnswer(last))
@@ -111,10 +112,10 @@ pub(crate) async fn enter(options: &RaftOptions) -> Result<(), OpenError> {
         tokio::task::spawn_blocking(move || dir::prepare_joining(&path)).await.map_err(blocking)??
     };
     let Some((storage_id, lock)) = prepared else { return Ok(()) };
-    let request = Addresses::of(options).request(storage_id, None);
+    let (request, way) = (Addresses::of(options).request(storage_id, None), Way::of(options));
     let mut told = None;
     let (cluster_id, node_id) = loop {
-        match ask(&options.join, options.source, &request).await {
+        match ask(&options.join, &way, &request).await {
             Ok(place) => break place,
             Err(NoPlace::Refused(why)) => return Err(OpenError::Join(why)),
             Err(NoPlace::NoAnswer(why)) => {

@@ -11,26 +11,67 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use smg_net::mutual::MutualTls;
+use smg_net::mutual::connect::Connector;
+use smg_net::mutual::explain::is_refusal;
 use smg_services::raft::peer_client::PeerClient;
 use smg_state::NodeId;
 use tokio::sync::watch;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{ConnectError, Request, Status};
+use tonic::{Code, ConnectError, Request, Status};
 use uuid::Uuid;
 
 use super::identity::{Call, Refusal, refusal};
-use super::options::NodeIdentity;
+use super::options::{NodeIdentity, RaftOptions};
 
 /// Largest message of a member, in bytes.
 pub(crate) const MAX_MESSAGE: usize = 32 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// As [`CONNECT_TIMEOUT`], with a TLS handshake.
+const TLS_TIMEOUT: Duration = Duration::from_secs(3);
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
+
+/// How other members are called.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Way {
+    /// The local address of calls; none = the system's choice.
+    pub source: Option<IpAddr>,
+    /// What is presented to them, and what they must present; none = nothing.
+    pub tls: Option<Arc<MutualTls>>,
+}
+
+impl Way {
+    pub fn of(options: &RaftOptions) -> Self {
+        Self { source: options.source, tls: options.tls.clone() }
+    }
+
+    /// A channel to an address. Connects when first used, and again after it broke.
+    pub fn channel(&self, address: &str) -> Result<Channel, String> {
+        let (scheme, limit) = if self.tls.is_some() { ("https", TLS_TIMEOUT) } else { ("http", CONNECT_TIMEOUT) };
+        let endpoint = Endpoint::from_shared(format!("{scheme}://{address}"));
+        let endpoint = endpoint
+            .map_err(|error| format!("{address}: {error}"))?
+            .local_address(self.source)
+            .connect_timeout(limit)
+            .http2_keep_alive_interval(KEEP_ALIVE)
+            .keep_alive_timeout(KEEP_ALIVE)
+            .keep_alive_while_idle(true)
+            .tcp_nodelay(true);
+        Ok(match &self.tls {
+            None => endpoint.connect_lazy(),
+            Some(tls) => {
+                let connector = Connector::of_part(Arc::clone(tls), self.source, limit);
+                endpoint.connect_with_connector_lazy(connector)
+            }
+        })
+    }
+}
 
 /// The connections of one member.
 #[derive(Debug)]
 pub(crate) struct Links {
     me: NodeIdentity,
-    source: Option<IpAddr>,
+    way: Way,
     links: Mutex<BTreeMap<NodeId, Arc<Link>>>,
     /// Turns true when a member says that this one is none any more.
     retired: watch::Sender<bool>,
@@ -66,19 +107,6 @@ impl CallError {
     }
 }
 
-/// A channel to an address. Connects when first used, and again after it broke.
-pub(crate) fn channel(address: &str, source: Option<IpAddr>) -> Result<Channel, String> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| format!("{address}: {error}"))?;
-    Ok(endpoint
-        .local_address(source)
-        .connect_timeout(CONNECT_TIMEOUT)
-        .http2_keep_alive_interval(KEEP_ALIVE)
-        .keep_alive_timeout(KEEP_ALIVE)
-        .keep_alive_while_idle(true)
-        .tcp_nodelay(true)
-        .connect_lazy())
-}
-
 /// An error with its causes.
 fn describe(error: &dyn Error) -> String {
     let mut text = error.to_string();
@@ -95,8 +123,12 @@ fn describe(error: &dyn Error) -> String {
 
 /// What an answer other than success means for the caller.
 pub(crate) fn classify(status: &Status) -> CallError {
-    if refusal(status).is_some() {
+    // Denied = the certificate does not open the members' service; no member says so of anything it has looked at.
+    if refusal(status).is_some() || (status.code() == Code::PermissionDenied && status.source().is_none()) {
         return CallError::Refused(status.message().to_owned());
+    }
+    if is_refusal(status) {
+        return CallError::Refused(describe(status.source().unwrap_or(status)));
     }
     let mut cause: Option<&(dyn Error + 'static)> = status.source();
     while let Some(error) = cause {
@@ -113,13 +145,13 @@ pub(crate) fn classify(status: &Status) -> CallError {
 }
 
 impl Links {
-    pub fn new(me: NodeIdentity, source: Option<IpAddr>) -> Self {
-        Self { me, source, links: Mutex::default(), retired: watch::Sender::new(false) }
+    pub fn new(me: NodeIdentity, way: Way) -> Self {
+        Self { me, way, links: Mutex::default(), retired: watch::Sender::new(false) }
     }
 
-    /// The local address of calls.
-    pub fn source(&self) -> Option<IpAddr> {
-        self.source
+    /// How members are called.
+    pub fn way(&self) -> &Way {
+        &self.way
     }
 
     /// Whether another member has said that this one is none any more.
@@ -137,8 +169,8 @@ impl Links {
         let link = Arc::new(Link {
             call,
             address: address.to_owned(),
-            channel: channel(address, self.source)?,
-            bulk: channel(address, self.source)?,
+            channel: self.way.channel(address)?,
+            bulk: self.way.channel(address)?,
             trouble: Mutex::default(),
             retired: self.retired.clone(),
         });

@@ -346,7 +346,7 @@ pub(crate) async fn announce(store: Weak<RaftStore>, addresses: super::join::Add
                 let known = known.nodes().filter(|(id, _)| **id != me.node_id).map(|(_, peer)| peer.address.clone());
                 let asked: Vec<String> = join.iter().cloned().chain(known).collect();
                 let request = addresses.request(me.storage_id, Some(&me));
-                if let Err(error) = super::join::ask(&asked, store.links.source(), &request).await {
+                if let Err(error) = super::join::ask(&asked, store.links.way(), &request).await {
                     tracing::warn!(target: "smg", %error, "the cluster does not know this member's address yet");
                 }
             }

@@ -71,7 +71,7 @@ pub use writer::StoreStats;
 use failure::Failure;
 use identity::Refused;
 use join::Addresses;
-use links::Links;
+use links::{Links, Way};
 use log::{LogStore, Shared};
 use machine::{Machine, Published};
 use options::MAX_IN_FLIGHT;
@@ -153,7 +153,7 @@ impl RaftStore {
             Ok(config) => Arc::new(config),
             Err(error) => return Err(OpenError::Start(error.to_string())),
         };
-        let links = Arc::new(Links::new(identity, options.source));
+        let links = Arc::new(Links::new(identity, Way::of(&options)));
         let peers = network::Peers::new(identity.node_id, Arc::clone(&links));
         let raft = match RaftNode::new(identity.node_id, config, peers, log, machine).await {
             Ok(raft) => raft,

@@ -2,10 +2,12 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use openraft::{Config, SnapshotPolicy};
 use smg_messages::disk as pb;
+use smg_net::mutual::MutualTls;
 use smg_state::NodeId;
 use uuid::Uuid;
 
@@ -37,6 +39,8 @@ pub struct RaftOptions {
     pub address: String,
     /// The local address of calls to other members; absent = the system's choice.
     pub source: Option<IpAddr>,
+    /// TLS of calls to other members; absent = they are called without.
+    pub tls: Option<Arc<MutualTls>>,
     /// `host:port` under which operators and gateways reach this member; shown to them.
     pub api_address: String,
     /// Whether this member serves other members. Without, it stays alone.
@@ -62,6 +66,7 @@ impl RaftOptions {
             data_dir: data_dir.into(),
             address: address.into(),
             source: None,
+            tls: None,
             api_address: String::new(),
             with_peers: false,
             bootstrap: false,

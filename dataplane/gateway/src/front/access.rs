@@ -4,9 +4,10 @@
 //! |---|---|
 //! | probes, `/health_generate`, `/engine_metrics`, `/v1/models`, `/get_*_info` | everybody |
 //! | inference | holders of the gateway's key or of a tenant's; everybody when there are no keys |
-//! | `/workers`, `/fleet`, `/flush_cache` | holders of an admin token whose role reaches; without any token in the fleet: holders of the gateway's key, nobody when only tenants have keys, everybody when there are no keys |
+//! | `/workers`, `/fleet`, `/flush_cache` | holders of an admin token whose role reaches; without any token in the fleet: holders of the gateway's key, nobody when only tenants have keys, everybody when there are no keys and the control plane is reached without TLS |
 //!
 //! What is forwarded to the control plane is judged there: the caller's `Authorization` travels along, and this gateway vouches for nobody.
+//! Its certificate opens the subscription and nothing that a client asks for.
 //! What this gateway answers itself it judges by the digests in its snapshot, so it needs nobody for that either.
 //!
 //! Invariant: a key that opened this gateway goes no further. It is taken off the request, so that no engine ever sees it.
@@ -108,14 +109,16 @@ fn judge_secret(core: &Core, secret: Option<&str>, need: Role) -> Result<(), Den
     if have >= need { Ok(()) } else { Err(Denied::Role { have, need }) }
 }
 
-/// Judges an admin request before it is forwarded: with tokens in the fleet that is the control plane's business.
+/// Judges an admin request before it is forwarded: with tokens in the fleet, or a control plane that wants to know who asks, that is the
+/// control plane's business.
 pub(super) fn judge_forwarded(front: &Front, headers: &HeaderMap) -> Result<(), Denied> {
-    if front.core.table.load().snapshot.tokens.is_empty() { judge_by_key(&front.core, bearer(headers)) } else { Ok(()) }
+    let open = !front.core.options.guarded && front.core.table.load().snapshot.tokens.is_empty();
+    if open { judge_by_key(&front.core, bearer(headers)) } else { Ok(()) }
 }
 
 fn judge_by_key(core: &Core, secret: Option<&str>) -> Result<(), Denied> {
     let keys = &core.options.keys;
-    if keys.is_empty() {
+    if keys.is_empty() && !core.options.guarded {
         return Ok(());
     }
     let secret = secret.ok_or(Denied::Missing)?;

@@ -6,10 +6,13 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use smg_net::memory;
+use smg_net::mutual::MutualTls;
+use smg_net::mutual::connect::Connector;
 use tonic::transport::{Channel, Endpoint};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -19,7 +22,12 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(2);
 #[derive(Debug, Clone)]
 pub enum Dial {
     /// `HOST:PORT` of its nodes, or of a name for all of them.
-    Tcp(Vec<String>),
+    Tcp {
+        /// The addresses.
+        names: Vec<String>,
+        /// What is presented to the nodes, and what they must present; none = nothing.
+        tls: Option<Arc<MutualTls>>,
+    },
     /// This process.
     Memory(memory::Connector),
 }
@@ -39,10 +47,18 @@ impl Dial {
                 .tcp_nodelay(true)
         };
         match self {
-            Dial::Tcp(names) => {
+            Dial::Tcp { names, tls } => {
                 let address = choose(&resolve(names).await?, attempt).ok_or("no control plane address is given")?;
-                let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| error.to_string())?;
-                let connected = tuned(endpoint).connect().await;
+                let scheme = if tls.is_some() { "https" } else { "http" };
+                let endpoint = Endpoint::from_shared(format!("{scheme}://{address}"));
+                let endpoint = tuned(endpoint.map_err(|error| error.to_string())?);
+                let connected = match tls {
+                    None => endpoint.connect().await,
+                    Some(tls) => {
+                        let connector = Connector::of_part(Arc::clone(tls), None, CONNECT_TIMEOUT);
+                        endpoint.connect_with_connector(connector).await
+                    }
+                };
                 connected.map_err(|error| format!("{address}: {}", crate::relay::describe(&error)))
             }
             Dial::Memory(connector) => {

@@ -18,6 +18,7 @@ use bytes::Bytes;
 use http::{Request, Response};
 use parking_lot::Mutex;
 use smg_fleet::Snapshot;
+use smg_net::mutual::explain::is_refusal;
 use tonic::transport::Channel;
 use tower::ServiceExt;
 
@@ -90,7 +91,7 @@ impl Link {
         response.map_err(|error| {
             let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
             while let Some(inner) = cause {
-                if inner.is::<tonic::ConnectError>() {
+                if inner.is::<tonic::ConnectError>() || is_refusal(inner) {
                     return RequestError::NotSent(crate::relay::describe(&error));
                 }
                 cause = inner.source();

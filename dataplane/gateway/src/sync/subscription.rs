@@ -12,6 +12,7 @@ use smg_telemetry::SMG;
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
 use uuid::Uuid;
 
 use super::dial::Dial;
@@ -119,7 +120,7 @@ async fn subscribe(
     let mut client = SyncClient::new(channel).max_decoding_message_size(MAX_SNAPSHOT);
     let mut stream = match client.subscribe(ReceiverStream::new(receiver)).await {
         Ok(response) => response.into_inner(),
-        Err(status) => return Ended::Broken(status.message().to_owned()),
+        Err(status) => return Ended::Broken(describe(&status)),
     };
     let mut heartbeats = tokio::time::interval(HEARTBEATS);
     let mut drains = tokio::time::interval(DRAINS);
@@ -153,7 +154,7 @@ async fn subscribe(
         let message = match message {
             Ok(Ok(Some(message))) => message,
             Ok(Ok(None)) => return Ended::Broken("the control plane ended the stream".to_owned()),
-            Ok(Err(status)) => return Ended::Broken(status.message().to_owned()),
+            Ok(Err(status)) => return Ended::Broken(describe(&status)),
             Err(_) => return Ended::Broken("the control plane fell silent".to_owned()),
         };
         silent_at = tokio::time::Instant::now() + SILENCE;
@@ -168,6 +169,14 @@ async fn subscribe(
             }
             Answer::End(ended) => return ended,
         }
+    }
+}
+
+/// What the control plane says, or else what happened to the connection: the transport itself says no more than that it failed.
+fn describe(status: &Status) -> String {
+    match std::error::Error::source(status) {
+        Some(cause) => crate::relay::describe(cause),
+        None => status.message().to_owned(),
     }
 }
 

@@ -236,6 +236,26 @@ async fn killing_leaders_loses_no_acknowledged_write_and_fails_no_request() {
     let extra = sglang(Role::Decode).await;
     let id = second.register(&spec(&extra, "decode")).await;
     first.until_healthy(&id).await;
+    // Every member knows both, whichever they are connected to, and names a member that does not answer.
+    for smg in &members {
+        until_gateways(smg, 2, &[true, true, true]).await;
+    }
+    let lost = leader(&members).await;
+    members[lost].kill();
+    until_gateways(&members[(lost + 1) % 3], 2, &[false, true, true]).await;
+}
+
+/// Waits until a member lists so many connected gateways and says of each member whether it answered.
+async fn until_gateways(smg: &Smg, count: usize, expected: &[bool]) {
+    eventually(&format!("{count} gateways"), || async {
+        let list: Value = smg.client.get(format!("{}/fleet/gateways", smg.url)).send().await.ok()?.json().await.ok()?;
+        let connected = list["gateways"].as_array()?.iter().filter(|gateway| gateway["connected"] == true).count();
+        let mut answered: Vec<bool> =
+            list["members"].as_array()?.iter().map(|member| member["answered"] == true).collect();
+        answered.sort_unstable();
+        (connected == count && answered == expected).then_some(())
+    })
+    .await;
 }
 
 /// Runs `smg cluster` against members.

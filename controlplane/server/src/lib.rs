@@ -88,6 +88,7 @@ impl ControlPlaneOptions {
 pub struct ControlPlane {
     writer: writer::Writer,
     sync: sync::SyncService,
+    gateways: Arc<sync::everywhere::AllGateways>,
     max_body_bytes: usize,
     access: Arc<admin::access::AccessOptions>,
     shutdown: CancellationToken,
@@ -120,7 +121,9 @@ impl ControlPlane {
             shutdown.clone(),
             sync,
         );
-        let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), sync.gateways(), jobs);
+        let gateways = sync::everywhere::AllGateways::new(Arc::clone(writer.store()), sync.gateways());
+        let all = Arc::clone(&gateways);
+        let runner = jobs::Runner::new(writer.clone(), client.clone(), Arc::clone(&metrics), all, jobs);
         let prober = probe::Prober::new(writer.clone(), client, Arc::clone(&metrics), probe);
         let store = Arc::clone(writer.store());
         let leading = (Arc::clone(&store), shutdown.clone());
@@ -139,14 +142,15 @@ impl ControlPlane {
             smg_net::spawn("startup-tokens", tokens),
             smg_net::spawn("inventory", inventory::follow(store, metrics, shutdown.clone())),
         ];
-        Arc::new(Self { writer, sync, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
+        Arc::new(Self { writer, sync, gateways, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
     }
 
     /// Everything this control plane serves: admin REST and the sync service on one router, so that one listener or one in-memory
     /// connection (HTTP/1.1 and HTTP/2 with prior knowledge) carries both.
     pub fn router(self: &Arc<Self>) -> Router {
         let access = Arc::clone(&self.access);
-        admin::router(self.writer.clone(), self.sync.gateways(), self.max_body_bytes, access).merge(self.sync.router())
+        let gateways = Arc::clone(&self.gateways);
+        admin::router(self.writer.clone(), gateways, self.max_body_bytes, access).merge(self.sync.router())
     }
 
     /// The way to change the state from within the process.

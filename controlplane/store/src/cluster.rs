@@ -1,5 +1,7 @@
 //! The members of a store: what is known about them, how they change, and why a change is refused.
 
+use std::sync::Arc;
+
 use smg_state::NodeId;
 use thiserror::Error;
 use uuid::Uuid;
@@ -50,6 +52,12 @@ pub struct MemberStatus {
     /// What went wrong when the answering member called it last.
     pub trouble: Option<String>,
 }
+
+/// What a member tells others of its gateways; the store only carries it.
+pub type GatewayReport = Arc<dyn Fn() -> Vec<u8> + Send + Sync>;
+
+/// What another member said of its gateways, or why it said nothing.
+pub type GatewayAnswer = (NodeId, Result<Vec<u8>, String>);
 
 /// A change of the members, asked for by an operator.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -21,7 +21,7 @@ pub mod cluster;
 pub mod memory;
 pub mod raft;
 
-use cluster::{ChangeError, ClusterStatus, MemberChange, Refusal};
+use cluster::{ChangeError, ClusterStatus, GatewayAnswer, GatewayReport, MemberChange, Refusal};
 use smg_state::NodeId;
 
 /// Why a store did not answer. The three classes of outcome are kept apart: did not happen, unknown, failed for good.
@@ -81,6 +81,16 @@ pub trait ClusterStore: Send + Sync + 'static {
         let _ = change;
         let message = "this control plane has one member, always";
         Box::pin(std::future::ready(Err(ChangeError::refused(Refusal::Unsupported, message))))
+    }
+
+    /// Says what other members are told who ask for this one's gateways.
+    fn tell_gateways(&self, report: GatewayReport) {
+        let _ = report;
+    }
+
+    /// Asks every other member for its gateways, all at once and each for a bounded time.
+    fn ask_gateways(&self) -> BoxFuture<'_, Vec<GatewayAnswer>> {
+        Box::pin(std::future::ready(Vec::new()))
     }
 
     /// Whether this member hears from a leader: what it has applied is then at most moments old.

@@ -42,7 +42,7 @@ pub(super) async fn show(State(admin): State<Admin>, parts: Parts) -> Result<Res
         "revision": state.revision(),
         "store_failure": *store.failure().borrow(),
         "workers": state.workers().count(),
-        "gateways": admin.gateways.connected(),
+        "gateways": admin.gateways.here().connected(),
         "node_id": here.node_id,
         "in_contact": store.in_contact(),
         "applied_index": here.applied_index,

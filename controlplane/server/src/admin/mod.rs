@@ -19,7 +19,7 @@ use axum::routing::{get, post};
 use smg_fleet::Revision;
 use smg_store::StoreError;
 
-use crate::sync::gateways::Gateways;
+use crate::sync::everywhere::AllGateways;
 use crate::writer::Writer;
 
 pub mod access;
@@ -45,13 +45,13 @@ pub const REVISION_HEADER: &str = "x-smg-revision";
 #[derive(Clone)]
 struct Admin {
     writer: Writer,
-    gateways: Arc<Gateways>,
+    gateways: Arc<AllGateways>,
     max_body_bytes: usize,
     access: Arc<AccessOptions>,
 }
 
 /// The routes of the admin API.
-pub fn router(writer: Writer, gateways: Arc<Gateways>, max_body_bytes: usize, access: Arc<AccessOptions>) -> Router {
+pub fn router(writer: Writer, gateways: Arc<AllGateways>, max_body_bytes: usize, access: Arc<AccessOptions>) -> Router {
     let admin = Admin { writer, gateways, max_body_bytes, access };
     Router::new()
         .route("/workers", get(workers::list).post(workers::create))

@@ -355,5 +355,8 @@ async fn the_cluster_says_who_it_is() {
     assert_eq!(cluster["cluster_id"], json!(plane.store.local().cluster_id()));
     assert_ne!(cluster["cluster_id"], json!(Uuid::nil()));
     assert_eq!(cluster["revision"], plane.store.local().revision());
-    assert_eq!(plane.get("/fleet/gateways").await.body, json!({"total": 0, "gateways": []}));
+    assert_eq!(
+        plane.get("/fleet/gateways").await.body,
+        json!({"total": 0, "gateways": [], "members": [{"node_id": 0, "answered": true}]})
+    );
 }

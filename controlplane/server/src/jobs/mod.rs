@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::crew::Crew;
 use crate::probe::client::ProbeClient;
-use crate::sync::gateways::Gateways;
+use crate::sync::everywhere::AllGateways;
 use crate::writer::{Write, Writer};
 
 mod discover;
@@ -87,7 +87,7 @@ struct Shared {
     writer: Writer,
     client: ProbeClient,
     metrics: Arc<Metrics>,
-    gateways: Arc<Gateways>,
+    gateways: Arc<AllGateways>,
     timing: Timing,
     slots: Semaphore,
 }
@@ -98,7 +98,7 @@ impl Runner {
         writer: Writer,
         client: ProbeClient,
         metrics: Arc<Metrics>,
-        gateways: Arc<Gateways>,
+        gateways: Arc<AllGateways>,
         timing: Timing,
     ) -> Self {
         let slots = Semaphore::new(timing.concurrency);

@@ -97,7 +97,7 @@ impl Shared {
         let begun = Instant::now();
         sleep(self.secs(probe.drain_settle_secs)).await;
         let deadline = begun + self.secs(probe.drain_timeout_secs);
-        while !self.gateways.have_drained(worker.id, revision) {
+        while !self.gateways.have_drained(worker.id, revision).await {
             if Instant::now() >= deadline {
                 let limit = probe.drain_timeout_secs;
                 tracing::warn!(target: "smg", worker = worker.spec.url, limit, "a removed worker still runs requests and is forgotten");

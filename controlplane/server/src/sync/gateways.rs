@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use parking_lot::Mutex;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use smg_fleet::{Revision, WorkerId};
 use smg_telemetry::Metrics;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub const MAX_GATEWAYS: usize = 2_000;
 const REMEMBERED_MS: u64 = 600_000;
 
 /// What a gateway refused last.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
     /// The revision.
     pub revision: Revision,
@@ -25,7 +25,7 @@ pub struct Refusal {
 }
 
 /// One gateway, as `/fleet/gateways` shows it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct GatewayRecord {
     /// The name it gave.
     pub gateway_id: String,
@@ -46,14 +46,13 @@ pub struct GatewayRecord {
     /// What it refused last, until it acknowledges something newer.
     pub nack: Option<Refusal>,
     /// What it says of draining workers.
-    #[serde(skip)]
     pub drains: Drains,
     #[serde(skip)]
-    session: u64,
+    pub(super) session: u64,
 }
 
 /// What a gateway says of draining workers.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drains {
     /// The revision it spoke of.
     pub as_of: Revision,
@@ -65,7 +64,7 @@ pub struct Drains {
 
 impl Drains {
     /// Whether the gateway is known to run nothing on a worker that drains since `revision`.
-    fn is_done(&self, worker: WorkerId, revision: Revision) -> bool {
+    pub(super) fn is_done(&self, worker: WorkerId, revision: Revision) -> bool {
         self.as_of >= revision && !self.more && !self.busy.contains(&worker)
     }
 }

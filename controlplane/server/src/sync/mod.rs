@@ -1,8 +1,8 @@
 //! The sync service: how gateways learn the fleet's state.
 //!
 //! A gateway opens one stream and says what it has; it gets a delta from there, or everything, and then each change as it happens. The
-//! parts: [`feed`] holds what all subscribers share, [`session`] decides what one of them is sent, [`gateways`] remembers who they are, and
-//! this file moves messages.
+//! parts: [`feed`] holds what all subscribers share, [`session`] decides what one of them is sent, [`gateways`] remembers who they are,
+//! [`everywhere`] asks other members for theirs, and this file moves messages.
 //!
 //! Bounds: one un-acknowledged message a gateway, a few messages in a channel, a limit on subscribers, and a limit on every wait: for the
 //! first message, for any sign of life, for room to send, for an acknowledgement.
@@ -28,6 +28,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use uuid::Uuid;
 
+pub mod everywhere;
 pub mod feed;
 pub mod gateways;
 pub mod session;

@@ -3,11 +3,13 @@
 //! Invariants
 //! * at most one message is un-acknowledged; the next one is computed from the acknowledged revision, so a slow gateway skips the states
 //!   it missed instead of queueing them;
+//! * a snapshot on its way is the one that all subscribers share, cut up as it is sent: however many gateways are slow, it is not copied;
 //! * a refused revision is not sent again before [`Pauses::refused`] unless a newer one exists;
 //! * a gateway that asks for everything over and over gets it at most once in [`Pauses::full`].
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use smg_fleet::Revision;
 use smg_fleet::wire::delta_to_pb;
 use smg_services::sync::{DeltaMessage, Down, FullChunk, down};
@@ -54,11 +56,45 @@ pub struct Session {
 #[derive(Debug)]
 pub enum Step {
     /// Send these, in this order.
-    Send(Vec<Down>),
+    Send(Outgoing),
     /// Nothing before this instant, unless something changes.
     WaitUntil(Instant),
     /// Nothing until something changes.
     Wait,
+}
+
+/// What one step sends, made as it is taken.
+#[derive(Debug)]
+pub enum Outgoing {
+    /// One message; `None` = it was taken.
+    One(Option<Box<Down>>),
+    /// A snapshot in parts.
+    Parts {
+        /// What it is acknowledged by.
+        nonce: u64,
+        /// Its revision.
+        revision: Revision,
+        /// What is left of it; `None` = the last part was taken.
+        rest: Option<Bytes>,
+    },
+}
+
+impl Iterator for Outgoing {
+    type Item = Down;
+
+    fn next(&mut self) -> Option<Down> {
+        match self {
+            Self::One(message) => message.take().map(|message| *message),
+            Self::Parts { nonce, revision, rest } => {
+                let mut left = rest.take()?;
+                let data = left.split_to(left.len().min(CHUNK_BYTES)).to_vec();
+                let last = left.is_empty();
+                *rest = (!last).then_some(left);
+                let (nonce, revision) = (*nonce, *revision);
+                Some(down(down::Message::Full(FullChunk { nonce, revision, data, last })))
+            }
+        }
+    }
 }
 
 impl Session {
@@ -95,7 +131,7 @@ impl Session {
             let message = DeltaMessage { nonce: self.next_nonce, delta: Some(delta_to_pb(&delta)) };
             if prost::Message::encoded_len(&message) <= CHUNK_BYTES {
                 self.sent(latest, now, !first);
-                return Step::Send(vec![down(down::Message::Delta(message))]);
+                return Step::Send(Outgoing::One(Some(Box::new(down(down::Message::Delta(message))))));
             }
         }
         if let Some(last) = self.last_full
@@ -105,14 +141,7 @@ impl Session {
         }
         self.last_full = Some(now);
         let nonce = self.sent(latest, now, false);
-        let mut chunks: Vec<Down> = latest.bytes.chunks(CHUNK_BYTES).map(|data| full(nonce, target.1, data)).collect();
-        if chunks.is_empty() {
-            chunks.push(full(nonce, target.1, &[]));
-        }
-        if let Some(Down { message: Some(down::Message::Full(chunk)) }) = chunks.last_mut() {
-            chunk.last = true;
-        }
-        Step::Send(chunks)
+        Step::Send(Outgoing::Parts { nonce, revision: target.1, rest: Some(latest.bytes.clone()) })
     }
 
     fn sent(&mut self, latest: &Published, now: Instant, measured: bool) -> u64 {
@@ -156,10 +185,6 @@ pub fn down(message: down::Message) -> Down {
     Down { message: Some(message) }
 }
 
-fn full(nonce: u64, revision: Revision, data: &[u8]) -> Down {
-    down(down::Message::Full(FullChunk { nonce, revision, data: data.to_vec(), last: false }))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic)]
 mod tests {
@@ -198,14 +223,15 @@ mod tests {
     }
 
     fn delta_of(step: Step) -> (u64, u64, u64) {
-        let Step::Send(messages) = step else { panic!("{step:?}") };
-        let Some(down::Message::Delta(message)) = &messages[0].message else { panic!("{messages:?}") };
+        let Step::Send(mut messages) = step else { panic!("{step:?}") };
+        let first = messages.next().unwrap();
+        let Some(down::Message::Delta(message)) = &first.message else { panic!("{first:?}") };
         let delta = message.delta.as_ref().unwrap();
         (message.nonce, delta.from_revision, delta.to_revision)
     }
 
     fn is_full(step: &Step) -> bool {
-        matches!(step, Step::Send(messages) if matches!(messages[0].message, Some(down::Message::Full(_))))
+        matches!(step, Step::Send(Outgoing::Parts { .. }))
     }
 
     #[test]
@@ -298,6 +324,10 @@ mod tests {
         }
         let feed = Feed::new(large.clone());
         let Step::Send(messages) = step(&mut Session::new(PAUSES, None), &feed, Instant::now()) else { panic!() };
+        let Outgoing::Parts { rest: Some(rest), .. } = &messages else { panic!("{messages:?}") };
+        let published = feed.subscribe().borrow().bytes.clone();
+        assert_eq!(rest.as_ptr(), published.as_ptr(), "what is not sent yet is nobody's copy");
+        let messages: Vec<Down> = messages.collect();
         assert!(messages.len() > 2);
         let mut bytes = Vec::new();
         for (index, message) in messages.iter().enumerate() {

@@ -18,7 +18,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures::FutureExt;
@@ -34,7 +34,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::cluster::{ChangeError, ClusterStatus, MemberChange};
+use crate::cluster::{ChangeError, ClusterStatus, GatewayAnswer, GatewayReport, MemberChange};
 use crate::{ClusterStore, Leadership, StoreError};
 
 mod convert;
@@ -104,6 +104,8 @@ pub struct RaftStore {
     /// Held while a snapshot comes in.
     installing: tokio::sync::Mutex<()>,
     refusals: Refusals,
+    /// What other members are told of this one's gateways.
+    gateways: OnceLock<GatewayReport>,
     /// Cancelled when the store is told to stop, or dropped.
     stop: CancellationToken,
     /// Cancelled once its files are closed.
@@ -179,6 +181,7 @@ impl RaftStore {
             kept_up: tokio::sync::Mutex::default(),
             installing: tokio::sync::Mutex::default(),
             refusals: Refusals::default(),
+            gateways: OnceLock::new(),
             stop: CancellationToken::new(),
             stopped: CancellationToken::new(),
         });
@@ -456,6 +459,15 @@ impl ClusterStore for RaftStore {
 
     fn change_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
         self.change_anywhere(change).boxed()
+    }
+
+    fn tell_gateways(&self, report: GatewayReport) {
+        // There is one control plane to a store.
+        let _ = self.gateways.set(report);
+    }
+
+    fn ask_gateways(&self) -> BoxFuture<'_, Vec<GatewayAnswer>> {
+        self.gateways_elsewhere().boxed()
     }
 
     fn in_contact(&self) -> bool {

@@ -211,6 +211,12 @@ impl Peer for PeerService {
         Ok(Response::new(super::status::to_pb(&self.store.status_here())))
     }
 
+    async fn gateways(&self, request: Request<pb::GatewaysRequest>) -> Result<Response<pb::GatewaysResponse>, Status> {
+        self.admit(&request)?;
+        let json = self.store.gateways.get().map(|report| report()).unwrap_or_default();
+        Ok(Response::new(pb::GatewaysResponse { json }))
+    }
+
     async fn join(&self, request: Request<pb::JoinRequest>) -> Result<Response<pb::JoinResponse>, Status> {
         let request = request.into_inner();
         if request.protocol != PROTOCOL {

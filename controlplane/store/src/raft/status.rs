@@ -1,4 +1,4 @@
-//! What this member knows about the cluster, and asking the leader for what only it knows.
+//! What this member knows about the cluster, and asking others for what only they know.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use uuid::Uuid;
 
 use super::RaftStore;
 use crate::StoreError;
-use crate::cluster::{ClusterStatus, MemberStatus};
+use crate::cluster::{ClusterStatus, GatewayAnswer, MemberStatus};
 
-/// For the leader's answer.
+/// For the answer of another member.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
 impl RaftStore {
@@ -69,6 +69,23 @@ impl RaftStore {
             Ok(answer) if answer.leader == leader => Ok(from_pb(answer)),
             _ => Ok(here),
         }
+    }
+}
+
+impl RaftStore {
+    /// What the other members say of their gateways.
+    pub(crate) async fn gateways_elsewhere(&self) -> Vec<GatewayAnswer> {
+        let me = self.identity().node_id;
+        let membership = self.membership();
+        let others = membership.nodes().map(|(id, _)| *id).filter(|id| *id != me);
+        futures::future::join_all(others.map(|id| async move { (id, self.gateways_of(id).await) })).await
+    }
+
+    async fn gateways_of(&self, member: NodeId) -> Result<Vec<u8>, String> {
+        let link = self.link_to(member)?;
+        let request = link.request(pb::GatewaysRequest {});
+        let answer = link.answer(TIMEOUT, link.client().gateways(request)).await;
+        answer.map(|answer| answer.json).map_err(|error| error.message().to_owned())
     }
 }
 

@@ -107,7 +107,9 @@ pub async fn cases(kind: &Kind, single: &MockEngine) -> Vec<Case> {
         cases.push(Case { path, body: bytes(&body), streamed: false, right, merged: false });
     };
     match kind.engine {
-        Engine::Sglang => refuse(completion(json!("x"), json!({"n": 2})), "parallel_sampling_unsupported"),
+        Engine::Sglang | Engine::Tokenspeed => {
+            refuse(completion(json!("x"), json!({"n": 2})), "parallel_sampling_unsupported")
+        }
         Engine::Vllm if kind.is_moriio() => refuse(chat("x".to_owned(), json!({"n": 2})), "moriio_fanout_unsupported"),
         Engine::Vllm => refuse(chat("x".to_owned(), json!({"n": "2"})), "invalid_type"),
     }

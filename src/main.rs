@@ -1,6 +1,8 @@
 //! `smg`: a gateway fleet for prefill/decode disaggregated LLM serving.
 
+mod admin;
 mod authority;
+mod backup;
 mod certificates;
 mod cli;
 mod cluster;
@@ -34,18 +36,25 @@ fn main() -> ExitCode {
         cli::Invocation::Launch(args) => process::run(&args.process.clone(), launch::run(*args)),
         cli::Invocation::ControlPlane(args) => process::run(&args.process.clone(), controlplane::run(*args)),
         cli::Invocation::Gateway(args) => process::run(&args.process.clone(), gateway::run(*args)),
-        cli::Invocation::Cluster(args) => {
-            return match cluster::run(&args) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => {
-                    complain(&format_args!("error: {error}"));
-                    error.exit_code()
-                }
-            };
-        }
+        cli::Invocation::Cluster(args) => return conclude(cluster::run(&args)),
+        cli::Invocation::Admin(args) => return conclude(admin::run(&args)),
+        cli::Invocation::Context(args) => return conclude(admin::run_context(&args)),
     };
     match ended {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(&format_args!("error: {error}"));
+            error.exit_code()
+        }
+    }
+}
+
+/// The end of an operator's command.
+fn conclude(ended: Result<(), admin::Failure>) -> ExitCode {
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read the result has read enough.
+        Err(admin::Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             complain(&format_args!("error: {error}"));
             error.exit_code()

@@ -1,6 +1,7 @@
 //! An operator's way to the admin API: which member is asked, what is trusted and shown, and what became of a request.
 //!
-//! Members are asked in turn until one answers. A change that may have arrived is never sent to another one.
+//! Servers are asked in turn until one answers. A change that may have arrived is sent to another one only under an `Idempotency-Key`: there it
+//! is the same change.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{Client, Error};
 use hyper_util::rt::TokioExecutor;
@@ -15,8 +17,11 @@ use serde_json::Value;
 use smg_net::mutual;
 use smg_net::mutual::connect::Connector;
 use smg_net::mutual::explain::is_refusal;
+use smg_net::tls::{ClientFiles, WorkerConnector, worker_connector};
 use thiserror::Error;
+use uuid::Uuid;
 
+use crate::admin::contexts;
 use crate::cli::TargetArgs;
 
 /// For one answer: longer than the control plane waits for a change of its members.
@@ -40,37 +45,112 @@ pub enum AskError {
 }
 
 /// The connections of an operator.
-enum Way {
-    Plain(Client<HttpConnector, Full<Bytes>>),
-    Tls(Client<Connector, Full<Bytes>>),
+struct Ways {
+    plain: Client<HttpConnector, Full<Bytes>>,
+    /// To members over TLS, when certificates are given.
+    members: Option<Client<Connector, Full<Bytes>>>,
+    /// To servers that are known by their host names.
+    named: Client<WorkerConnector, Full<Bytes>>,
 }
 
-/// Asks the control plane.
+/// A request.
+#[derive(Debug, Clone)]
+pub struct Question {
+    /// Its method.
+    pub method: Method,
+    /// Its path and query.
+    pub path: String,
+    /// Its JSON body; none = empty.
+    pub body: Option<Value>,
+    /// The `mod_revision` that the object must have.
+    pub if_match: Option<u64>,
+    /// Its identity.
+    pub idempotency_key: Option<Uuid>,
+}
+
+impl Question {
+    /// A read.
+    pub fn get(path: impl Into<String>) -> Self {
+        Self::new(Method::GET, path, None)
+    }
+
+    /// A request without conditions.
+    pub fn new(method: Method, path: impl Into<String>, body: Option<Value>) -> Self {
+        Self { method, path: path.into(), body, if_match: None, idempotency_key: None }
+    }
+
+    /// Whether it may be sent twice.
+    fn is_repeatable(&self) -> bool {
+        self.method == Method::GET || self.idempotency_key.is_some()
+    }
+
+    fn request(&self, server: &str, bearer: Option<&HeaderValue>) -> Result<Request<Full<Bytes>>, http::Error> {
+        let body = self.body.as_ref().map(Value::to_string).unwrap_or_default();
+        let mut request = Request::builder()
+            .method(self.method.clone())
+            .uri(format!("{server}{}", self.path))
+            .header(header::CONTENT_TYPE, "application/json");
+        if let Some(revision) = self.if_match {
+            request = request.header(header::IF_MATCH, format!("\"{revision}\""));
+        }
+        if let Some(key) = self.idempotency_key {
+            request = request.header("idempotency-key", key.to_string());
+        }
+        if let Some(bearer) = bearer {
+            request = request.header(header::AUTHORIZATION, bearer.clone());
+        }
+        request.body(Full::new(Bytes::from(body)))
+    }
+}
+
+/// Why one server did not answer.
+struct Silence {
+    /// Whether the request cannot have been looked at.
+    unseen: bool,
+    why: String,
+}
+
+/// Asks the admin API.
 pub struct Operator {
-    way: Way,
+    ways: Ways,
     addresses: Vec<String>,
     bearer: Option<HeaderValue>,
 }
 
 impl Operator {
-    /// As the command line says.
+    /// As the command line and, where it leaves something open, the context says.
     ///
     /// # Errors
     /// When a file cannot be used.
     pub fn new(target: &TargetArgs) -> Result<Self, AskError> {
         let setup = |error: &dyn std::fmt::Display| AskError::Setup(error.to_string());
-        let way = match &target.tls {
-            None => {
-                let mut connector = HttpConnector::new();
-                connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
-                Way::Plain(Client::builder(TokioExecutor::new()).build(connector))
-            }
+        let target = &contexts::complete(target).map_err(|error| setup(&error))?;
+        let connector = || {
+            let mut connector = HttpConnector::new();
+            connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+            connector
+        };
+        let members = match &target.tls {
+            None => None,
             Some(tls) => {
                 let identity = tls.identity.as_ref().map(|(certificate, key)| (certificate.as_path(), key.as_path()));
                 let config = mutual::operator(&tls.roots, identity).map_err(|error| setup(&error))?;
-                let connector = Connector::of_operator(config, CONNECT_TIMEOUT);
-                Way::Tls(Client::builder(TokioExecutor::new()).build(connector))
+                Some(Client::builder(TokioExecutor::new()).build(Connector::of_operator(config, CONNECT_TIMEOUT)))
             }
+        };
+        let trusted = if target.controlplane.iter().any(|address| address.starts_with("https://")) {
+            let files = ClientFiles {
+                roots: target.tls.iter().map(|tls| tls.roots.clone()).collect(),
+                identity: target.tls.as_ref().and_then(|tls| tls.identity.clone()),
+            };
+            Some(files.load().map_err(|error| setup(&error))?)
+        } else {
+            None
+        };
+        let ways = Ways {
+            plain: Client::builder(TokioExecutor::new()).build(connector()),
+            members,
+            named: Client::builder(TokioExecutor::new()).build(worker_connector(connector(), trusted.as_ref())),
         };
         let secret = match (&target.token, &target.token_file) {
             (Some(secret), _) => Some(secret.trim().to_owned()),
@@ -82,60 +162,77 @@ impl Operator {
         if let Some(bearer) = &mut bearer {
             bearer.set_sensitive(true);
         }
-        Ok(Self { way, addresses: target.controlplane.clone(), bearer })
+        Ok(Self { ways, addresses: target.controlplane.clone(), bearer })
     }
 
-    /// Sends a request with a JSON body, or none.
+    /// Sends a request and reads the whole answer.
     ///
     /// # Errors
     /// When nobody answers.
-    pub async fn ask(&self, method: Method, path: &str, body: Option<&Value>) -> Result<(StatusCode, Bytes), AskError> {
-        let mut unreachable = "no address is given".to_owned();
-        for address in &self.addresses {
-            match tokio::time::timeout(TIMEOUT, self.ask_one(&method, address, path, body)).await {
-                Ok(Ok(answer)) => return Ok(answer),
-                // Nothing was sent, or it was not looked at: another member may do it.
-                Ok(Err((true, error))) => unreachable = format!("{address}: {error}"),
-                Ok(Err((false, error))) if method == Method::GET => unreachable = format!("{address}: {error}"),
-                Err(_) if method == Method::GET => unreachable = format!("{address}: no answer in time"),
-                Ok(Err((false, error))) => return Err(AskError::Unknown(format!("{address}: {error}"))),
-                Err(_) => return Err(AskError::Unknown(format!("{address}: no answer in time"))),
-            }
-        }
-        Err(AskError::Unreachable(unreachable))
+    pub async fn ask(&self, question: &Question) -> Result<(StatusCode, Bytes), AskError> {
+        let whole = async |address: &str| {
+            let asked = async {
+                let response = self.send(question, address).await?;
+                let status = response.status();
+                let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
+                let body = body.map_err(|error| Silence { unseen: false, why: error.to_string() })?;
+                Ok((status, body.to_bytes()))
+            };
+            in_time(asked).await
+        };
+        self.in_turn(question, whole).await
     }
 
-    /// As [`Operator::ask`]; an error says whether the request cannot have been looked at.
-    async fn ask_one(
-        &self,
-        method: &Method,
-        address: &str,
-        path: &str,
-        body: Option<&Value>,
-    ) -> Result<(StatusCode, Bytes), (bool, String)> {
-        let scheme = match &self.way {
-            Way::Plain(_) => "http",
-            Way::Tls(_) => "https",
-        };
-        let mut request = Request::builder()
-            .method(method.clone())
-            .uri(format!("{scheme}://{address}{path}"))
-            .header(header::CONTENT_TYPE, "application/json")
-            .body(Full::new(Bytes::from(body.map(Value::to_string).unwrap_or_default())))
-            .map_err(|error| (true, error.to_string()))?;
-        request.headers_mut().extend(self.bearer.clone().map(|bearer| (header::AUTHORIZATION, bearer)));
-        let sent = match &self.way {
-            Way::Plain(client) => client.request(request).await,
-            Way::Tls(client) => client.request(request).await,
-        };
-        let response: Response<_> = sent.map_err(|error: Error| {
-            let unseen = error.is_connect() || is_refusal(&error);
-            (unseen, describe(&error))
-        })?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
-        Ok((status, body.map_err(|error| (false, error.to_string()))?.to_bytes()))
+    /// Sends a read whose answer goes on.
+    ///
+    /// # Errors
+    /// When nobody answers.
+    pub async fn open(&self, question: &Question) -> Result<Response<Incoming>, AskError> {
+        self.in_turn(question, async |address: &str| in_time(self.send(question, address)).await).await
     }
+
+    async fn in_turn<T>(
+        &self,
+        question: &Question,
+        ask: impl AsyncFn(&str) -> Result<T, Silence>,
+    ) -> Result<T, AskError> {
+        let mut unreachable = "no address is given".to_owned();
+        let mut lost = None;
+        for address in &self.addresses {
+            match ask(address).await {
+                Ok(answer) => return Ok(answer),
+                // Nothing was sent, or it was not looked at: another server may do it.
+                Err(Silence { unseen: true, why }) => unreachable = format!("{address}: {why}"),
+                Err(Silence { why, .. }) if question.method == Method::GET => unreachable = format!("{address}: {why}"),
+                Err(Silence { why, .. }) => {
+                    lost = Some(format!("{address}: {why}"));
+                    if !question.is_repeatable() {
+                        break;
+                    }
+                }
+            }
+        }
+        Err(lost.map_or(AskError::Unreachable(unreachable), AskError::Unknown))
+    }
+
+    async fn send(&self, question: &Question, address: &str) -> Result<Response<Incoming>, Silence> {
+        let bearer = self.bearer.as_ref();
+        let unsent = |error: http::Error| Silence { unseen: true, why: error.to_string() };
+        let sent = if address.starts_with("https://") {
+            self.ways.named.request(question.request(address, bearer).map_err(unsent)?).await
+        } else if let Some(members) = self.ways.members.as_ref().filter(|_| !address.starts_with("http://")) {
+            members.request(question.request(&format!("https://{address}"), bearer).map_err(unsent)?).await
+        } else {
+            let server = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+            self.ways.plain.request(question.request(&server, bearer).map_err(unsent)?).await
+        };
+        sent.map_err(|error: Error| Silence { unseen: error.is_connect() || is_refusal(&error), why: describe(&error) })
+    }
+}
+
+async fn in_time<T>(answer: impl Future<Output = Result<T, Silence>>) -> Result<T, Silence> {
+    let late = |_| Err(Silence { unseen: false, why: "no answer in time".to_owned() });
+    tokio::time::timeout(TIMEOUT, answer).await.unwrap_or_else(late)
 }
 
 /// The token in a file.

@@ -8,6 +8,7 @@
 
 use std::future::Future;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use smg_controlplane::admin::access::AccessOptions;
-use smg_fleet::{Role, StartupToken, TokenHash};
+use smg_fleet::{Role, Secret, StartupToken, TokenHash};
 use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
 use smg_net::tls::{ClientConfig, ClientFiles};
 use smg_telemetry::logs::{self, LogOptions};
@@ -145,7 +146,21 @@ pub fn access(args: &TokenArgs, shared_key: Option<TokenHash>) -> Result<AccessO
         let (name, hash) = (BOOTSTRAP.to_owned(), TokenHash::of(secret));
         startup_tokens.push(StartupToken { name, role: Role::Admin, hash });
     }
-    Ok(AccessOptions { startup_tokens, shared_key, audit: args.audit })
+    let backup_key = args.backup_key_file.as_deref().map(passphrase).transpose();
+    let backup_key = backup_key.map_err(|error| RunError::start("--backup-key-file", error))?;
+    Ok(AccessOptions { startup_tokens, shared_key, audit: args.audit, backup_key })
+}
+
+/// The passphrase in a file.
+///
+/// # Errors
+/// When the file cannot be read, or holds none that is worth the name.
+pub fn passphrase(file: &Path) -> Result<Secret, String> {
+    let content = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    match content.trim() {
+        secret if secret.len() >= MIN_TOKEN_BYTES => Ok(Secret::from(secret)),
+        _ => Err(format!("{}: the file must hold at least {MIN_TOKEN_BYTES} characters", file.display())),
+    }
 }
 
 /// What connections to `https://` workers trust and present.

@@ -217,7 +217,7 @@ async fn a_tokens_secret_is_shown_once_and_a_revoked_one_opens_nothing() {
         let request = request(&smg, "POST", "/fleet/tokens", Some(root)).header("idempotency-key", id);
         request.json(&json!({"name": "w", "role": "viewer"})).send().await.unwrap().status()
     };
-    assert_eq!((again().await, again().await), (StatusCode::CREATED, StatusCode::BAD_REQUEST));
+    assert_eq!((again().await, again().await), (StatusCode::CREATED, StatusCode::CONFLICT));
     let last = ask(&smg, "DELETE", &format!("/fleet/tokens/{}", ids[0]), Some(root)).await;
     assert_eq!(last.status(), StatusCode::CONFLICT);
     assert_eq!(last.json::<Value>().await.unwrap()["code"], "LAST_ADMIN_TOKEN");

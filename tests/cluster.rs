@@ -304,7 +304,7 @@ async fn members_restart_one_by_one_and_are_replaced_by_command_while_writes_go_
     let lost_id = status(&members[lost]).await.unwrap()["node_id"].to_string();
     members[lost].kill();
     let refused = smg_cluster(&all, &["remove", &lost_id]);
-    assert_eq!(refused.status.code(), Some(1));
+    assert_eq!(refused.status.code(), Some(79));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("EVEN_VOTERS"), "{refused:?}");
     let living = places[(lost + 1) % 3].peer_address();
     let fourth = places[3].start(&["--join", &living]);

@@ -481,13 +481,13 @@ async fn whoever_cannot_be_served_is_told_why_and_so_is_the_log() {
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
     let (code, said) = ask(&[]);
-    assert!(code == Some(1) && said.contains("TLS_REQUIRED"), "{code:?} {said}");
+    assert!(code == Some(65) && said.contains("TLS_REQUIRED"), "{code:?} {said}");
     let (code, said) = ask(&["--ca", text(&foreign.roots())]);
     assert!(code == Some(69) && said.contains("no authority in this side's ca.crt"), "{code:?} {said}");
     let (code, said) = ask(&["--tls-dir", text(&elsewhere.issue("admin", "root"))]);
     assert!(code == Some(69) && said.contains("no authority"), "{code:?} {said}");
     let (code, said) = ask(&["--ca", text(&authority.roots())]);
-    assert!(code == Some(1) && said.contains("UNAUTHORIZED"), "{code:?} {said}");
+    assert!(code == Some(77) && said.contains("UNAUTHORIZED"), "{code:?} {said}");
     let (code, said) = ask(&["--ca", text(&authority.roots()), "--token", SECRET]);
     assert_eq!(code, Some(0), "{said}");
     // A change that was refused at the door did not happen, and is not called unknown.

@@ -48,6 +48,9 @@ pub struct TokenFlags {
     /// File whose content is an admin's token, named `bootstrap`
     #[arg(long, value_name = "FILE")]
     admin_token_file: Option<PathBuf>,
+    /// File with the passphrase that seals the keys of engines in backups. Without it they are left out
+    #[arg(long, value_name = "FILE")]
+    backup_key_file: Option<PathBuf>,
     /// Log changes by holders of admin tokens (the default)
     #[arg(long)]
     control_plane_audit_enabled: bool,
@@ -65,6 +68,8 @@ pub struct TokenArgs {
     pub file: Option<PathBuf>,
     /// Whether changes are logged.
     pub audit: bool,
+    /// File with the passphrase of backups.
+    pub backup_key_file: Option<PathBuf>,
 }
 
 /// Name of the token in `--admin-token-file`.
@@ -96,7 +101,12 @@ impl TokenFlags {
             }
             tokens.push(token);
         }
-        Ok(TokenArgs { tokens, file: self.admin_token_file.clone(), audit: !self.disable_audit_logging })
+        Ok(TokenArgs {
+            tokens,
+            file: self.admin_token_file.clone(),
+            audit: !self.disable_audit_logging,
+            backup_key_file: self.backup_key_file.clone(),
+        })
     }
 }
 

@@ -2,23 +2,12 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand, ValueEnum};
-use smg_fleet::Secret;
-use smg_net::mutual::Files;
+use clap::{Args, Subcommand};
 use smg_net::mutual::identity::Part;
 
 use super::error::CliError;
+use super::target::{Output, TargetArgs, TargetFlags};
 use super::values;
-
-/// How results are written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "lower")]
-pub enum Output {
-    /// For people.
-    Table,
-    /// The answer of the API.
-    Json,
-}
 
 /// The flags of `smg cluster` as written.
 #[derive(Debug, Clone, Args)]
@@ -29,86 +18,6 @@ pub(super) struct ClusterFlags {
     target: TargetFlags,
 }
 
-/// Where the control plane is, and how it is spoken to.
-#[derive(Debug, Clone, Args)]
-struct TargetFlags {
-    /// Members of the control plane, asked in turn until one answers; port 7400 where none is given
-    #[arg(long, global = true, value_delimiter = ',', value_name = "HOST:PORT,…",
-          default_value = "127.0.0.1:7400", value_parser = values::control_plane_address)]
-    controlplane: Vec<String>,
-    /// Directory with ca.crt, tls.crt and tls.key, as `smg cluster ca issue --role admin` makes it [env: SMG_TLS_DIR]
-    #[arg(long, global = true, value_name = "DIR", conflicts_with_all = ["ca", "cert", "key"])]
-    tls_dir: Option<PathBuf>,
-    /// Roots of the members' certificates; PEM. With it the members are spoken to over TLS [env: SMG_CA]
-    #[arg(long, global = true, value_name = "FILE")]
-    ca: Option<PathBuf>,
-    /// Certificate to present; PEM [env: SMG_CERT]
-    #[arg(long, global = true, value_name = "FILE")]
-    cert: Option<PathBuf>,
-    /// Key of that certificate; PEM [env: SMG_KEY]
-    #[arg(long, global = true, value_name = "FILE")]
-    key: Option<PathBuf>,
-    /// Token of the admin API; other users of this host can see it, unlike one in a file or in the environment [env: SMG_TOKEN]
-    #[arg(long, global = true, value_name = "TOKEN", conflicts_with = "token_file")]
-    token: Option<Secret>,
-    /// File whose content is a token of the admin API [env: SMG_TOKEN_FILE]
-    #[arg(long, global = true, value_name = "FILE")]
-    token_file: Option<PathBuf>,
-    /// How results are written
-    #[arg(short, long, global = true, value_enum, default_value = "table")]
-    output: Output,
-}
-
-/// What is trusted and presented.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OperatorTls {
-    /// Roots of the members' certificates.
-    pub roots: PathBuf,
-    /// Certificate and key.
-    pub identity: Option<(PathBuf, PathBuf)>,
-}
-
-/// Where the control plane is, and how it is spoken to.
-#[derive(Debug, Clone)]
-pub struct TargetArgs {
-    /// Members of the control plane, each `HOST:PORT`; at least one.
-    pub controlplane: Vec<String>,
-    /// TLS; none = without.
-    pub tls: Option<OperatorTls>,
-    /// A token of the admin API.
-    pub token: Option<Secret>,
-    /// File with a token of the admin API.
-    pub token_file: Option<PathBuf>,
-}
-
-impl TargetFlags {
-    /// Flags win over the environment, and what belongs together comes from one of them.
-    fn resolve(self, environment: impl Fn(&str) -> Option<String>) -> Result<TargetArgs, CliError> {
-        let path = |name: &str| environment(name).map(PathBuf::from);
-        let (mut tls_dir, mut ca, mut cert, mut key) = (self.tls_dir, self.ca, self.cert, self.key);
-        if tls_dir.is_none() && ca.is_none() && cert.is_none() && key.is_none() {
-            (tls_dir, ca, cert, key) = (path("SMG_TLS_DIR"), path("SMG_CA"), path("SMG_CERT"), path("SMG_KEY"));
-        }
-        let tls = match (tls_dir, ca, cert, key) {
-            (Some(directory), ..) => {
-                let Files { roots, certificate, key } = Files::within(&directory);
-                Some(OperatorTls { roots, identity: Some((certificate, key)) })
-            }
-            (None, Some(roots), None, None) => Some(OperatorTls { roots, identity: None }),
-            (None, Some(roots), Some(cert), Some(key)) => Some(OperatorTls { roots, identity: Some((cert, key)) }),
-            (None, None, None, None) => None,
-            (None, None, ..) => return Err(CliError::conflict("--cert", "needs --ca")),
-            (None, Some(_), Some(_), None) => return Err(CliError::conflict("--cert", "needs --key")),
-            (None, Some(_), None, Some(_)) => return Err(CliError::conflict("--key", "needs --cert")),
-        };
-        let (mut token, mut token_file) = (self.token, self.token_file);
-        if token.is_none() && token_file.is_none() {
-            (token, token_file) = (environment("SMG_TOKEN").map(Secret::from), path("SMG_TOKEN_FILE"));
-        }
-        Ok(TargetArgs { controlplane: self.controlplane, tls, token, token_file })
-    }
-}
-
 /// What to do with the members.
 #[derive(Debug, Clone, PartialEq, Eq, Subcommand)]
 pub enum ClusterVerb {
@@ -117,6 +26,9 @@ pub enum ClusterVerb {
         /// Ask only the member that answers, not the leader
         #[arg(long)]
         stale: bool,
+        /// Show it again whenever it changes
+        #[arg(long)]
+        watch: bool,
     },
     /// Let members that follow vote; by itself that happens when it makes their number odd
     Join {
@@ -126,6 +38,9 @@ pub enum ClusterVerb {
         /// Accept an even number of voters
         #[arg(long)]
         allow_even: bool,
+        /// Say what would come of it, and change nothing
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Remove members for good
     Remove {
@@ -135,6 +50,9 @@ pub enum ClusterVerb {
         /// Accept an even number of voters
         #[arg(long)]
         allow_even: bool,
+        /// Say what would come of it, and change nothing
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Replace a voter, dead or alive, by a member that has caught up
     Replace {
@@ -144,6 +62,30 @@ pub enum ClusterVerb {
         /// Number of the member that takes its place [default: the only one that can]
         #[arg(long, value_name = "NODE_ID")]
         with: Option<u64>,
+        /// Say what would come of it, and change nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Write the whole state of the fleet to a file, and verify it
+    Backup {
+        /// The file; it must not exist
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+    /// Make a new control plane of one member from a backup; speaks to nobody
+    Restore {
+        /// The file
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// Empty directory of the new member, for `smg controlplane --data-dir` or `smg launch --data-dir`
+        #[arg(long, value_name = "DIR")]
+        data_dir: PathBuf,
+        /// File with the passphrase that sealed the keys of engines
+        #[arg(long, value_name = "FILE")]
+        backup_key_file: Option<PathBuf>,
+        /// Restore without the keys of engines, where they are missing or sealed
+        #[arg(long)]
+        without_keys: bool,
     },
     /// Make certificates for the parts of a fleet; speaks to nobody
     #[command(subcommand)]

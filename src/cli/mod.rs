@@ -26,12 +26,14 @@ mod policy;
 mod process;
 mod protection;
 mod resilience;
+mod target;
 #[cfg(test)]
 mod tests;
 mod tls;
 mod trace;
 mod tuning;
 mod values;
+mod verbs;
 mod worker;
 
 use std::ffi::OsString;
@@ -39,13 +41,18 @@ use std::ffi::OsString;
 use clap::{Args as _, FromArgMatches as _};
 
 pub use access::{BOOTSTRAP, TokenArgs};
-pub use cluster::{CaVerb, ClusterArgs, ClusterVerb, Output, TargetArgs};
+pub use cluster::{CaVerb, ClusterArgs, ClusterVerb};
 pub use controlplane::ControlPlaneArgs;
 pub use error::{CliError, EXIT_USAGE};
 pub use gateway::GatewayArgs;
 pub use launch::LaunchArgs;
 pub use limits::EdgeArgs;
 pub use process::ProcessArgs;
+pub use target::{ChangeFlags, OperatorTls, Output, TargetArgs};
+pub use verbs::{
+    AddFlags, AdminArgs, AuditFlags, ContextArgs, ContextVerb, FollowFlags, PairingFlags, PairingVerb, PatchFlags,
+    PoliciesVerb, SpecFlags, TokensVerb, Verb, WorkersVerb,
+};
 
 /// The environment variable with admin tokens.
 const TOKENS_VARIABLE: &str = "CONTROL_PLANE_API_KEYS";
@@ -61,6 +68,10 @@ pub enum Invocation {
     Gateway(Box<GatewayArgs>),
     /// A look at the control plane's members, or a change of them.
     Cluster(Box<ClusterArgs>),
+    /// A look at the fleet, or a change of it.
+    Admin(Box<AdminArgs>),
+    /// The configuration file of operators.
+    Context(Box<ContextArgs>),
     /// Print this text on standard output and exit with success: help or a version.
     Print(String),
 }
@@ -108,8 +119,85 @@ where
             let flags = cluster::ClusterFlags::from_arg_matches(given)?;
             Ok(Invocation::Cluster(Box::new(flags.resolve(environment)?)))
         }
-        _ => Ok(Invocation::Print(command().render_help().to_string())),
+        Some(("completions", given)) => {
+            let Completions { shell } = Completions::from_arg_matches(given)?;
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut command(), "smg", &mut script);
+            Ok(Invocation::Print(String::from_utf8_lossy(&script).into_owned()))
+        }
+        Some(("context", given)) => {
+            let verbs::VerbFlags { verb, target } = verbs::VerbFlags::<ContextVerb>::from_arg_matches(given)?;
+            let output = target.output;
+            Ok(Invocation::Context(Box::new(ContextArgs { verb, target: target.resolve(environment)?, output })))
+        }
+        Some((name, given)) => match admin_verb(name, given)? {
+            Some((verb, target)) => Ok(Invocation::Admin(Box::new(AdminArgs::new(verb, target, environment)?))),
+            None => Ok(Invocation::Print(command().render_help().to_string())),
+        },
+        None => Ok(Invocation::Print(command().render_help().to_string())),
     }
+}
+
+/// `smg completions`.
+#[derive(Debug, Clone, clap::Args)]
+struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    shell: clap_complete::Shell,
+}
+
+/// A command of operators.
+fn admin_verb(name: &str, given: &clap::ArgMatches) -> Result<Option<(Verb, target::TargetFlags)>, CliError> {
+    use verbs::{ListFlags, VerbFlags};
+    Ok(Some(match name {
+        "workers" => {
+            let VerbFlags { verb, target } = VerbFlags::from_arg_matches(given)?;
+            (Verb::Workers(verb), target)
+        }
+        "policies" => {
+            let VerbFlags { verb, target } = VerbFlags::from_arg_matches(given)?;
+            (Verb::Policies(verb), target)
+        }
+        "pairing" => {
+            let VerbFlags { verb, target } = VerbFlags::from_arg_matches(given)?;
+            (Verb::Pairing(verb), target)
+        }
+        "tokens" => {
+            let VerbFlags { verb, target } = VerbFlags::from_arg_matches(given)?;
+            (Verb::Tokens(verb), target)
+        }
+        "gateways" => {
+            let ListFlags { list, target } = ListFlags::from_arg_matches(given)?;
+            (Verb::Gateways(list), target)
+        }
+        "audit" => {
+            let ListFlags { list, target } = ListFlags::from_arg_matches(given)?;
+            (Verb::Audit(list), target)
+        }
+        _ => return Ok(None),
+    }))
+}
+
+/// The commands of operators.
+fn admin_commands() -> Vec<clap::Command> {
+    use verbs::{AuditFlags, GatewaysFlags, ListFlags, VerbFlags};
+    fn verbs<V: clap::Subcommand>(name: &'static str, about: &'static str) -> clap::Command {
+        let command = VerbFlags::<V>::augment_args(clap::Command::new(name));
+        command.about(about).subcommand_required(true).arg_required_else_help(true)
+    }
+    fn list<F: clap::Args>(name: &'static str, about: &'static str) -> clap::Command {
+        ListFlags::<F>::augment_args(clap::Command::new(name)).about(about)
+    }
+    vec![
+        verbs::<WorkersVerb>("workers", "Show, register, change, drain or remove workers"),
+        verbs::<PoliciesVerb>("policies", "Show or change policy documents"),
+        verbs::<PairingVerb>("pairing", "Show which prefill pairs with which decode, and why others do not"),
+        list::<GatewaysFlags>("gateways", "Show the gateways"),
+        verbs::<TokensVerb>("tokens", "Show, create or revoke admin tokens"),
+        list::<AuditFlags>("audit", "Show who changed what"),
+        verbs::<ContextVerb>("context", "Name fleets and how to reach them, in a configuration file"),
+        Completions::augment_args(clap::Command::new("completions")).about("Print the completions of a shell"),
+    ]
 }
 
 /// True when the first argument is not a subcommand and asks for neither help nor a version.
@@ -150,6 +238,7 @@ fn command() -> clap::Command {
         .subcommand(controlplane)
         .subcommand(gateway)
         .subcommand(cluster)
+        .subcommands(admin_commands())
 }
 
 fn verbose_version() -> String {

@@ -681,6 +681,49 @@ fn an_operator_names_certificates_and_token_by_flags_or_else_in_the_environment(
 }
 
 #[test]
+fn operators_name_what_they_mean_and_every_change_can_be_rehearsed() {
+    let verb = |line: &str| {
+        let Ok(Invocation::Admin(arguments)) = parse_line(line) else { panic!("{line}") };
+        (arguments.verb, arguments.output, arguments.target.controlplane.join(" "))
+    };
+    let (asked, output, server) =
+        verb("smg workers drain http://p:1 --dry-run --expected-revision 7 --server https://gw:30000,cp -o wide");
+    let Verb::Workers(WorkersVerb::Drain { worker, timeout_secs, change }) = asked else { panic!() };
+    assert_eq!(
+        (worker.as_str(), timeout_secs, change.dry_run, change.expected_revision),
+        ("http://p:1", 1800, true, Some(7))
+    );
+    assert_eq!((output, server.as_str()), (Output::Wide, "https://gw:30000 cp:7400"));
+    let (asked, ..) = verb("smg policies set m policy=random retry.max_retries=");
+    let Verb::Policies(PoliciesVerb::Set { fields, .. }) = asked else { panic!() };
+    assert_eq!(fields, [("policy".to_owned(), "random".to_owned()), ("retry.max_retries".to_owned(), String::new())]);
+    let Ok(Invocation::Admin(revoke)) = parse_line("smg tokens revoke bob --token t") else { panic!() };
+    assert_eq!(revoke.target.token.as_deref(), Some("t"));
+    assert!(matches!(revoke.verb, Verb::Tokens(TokensVerb::Revoke { revoked, .. }) if revoked == "bob"));
+    let (asked, ..) = verb("smg tokens create ada --role user");
+    assert!(matches!(asked, Verb::Tokens(TokensVerb::Create { role: smg_fleet::Role::Viewer, .. })), "the older name");
+    for line in [
+        "smg workers",
+        "smg workers add",
+        "smg workers add http://p:1 --type both",
+        "smg workers add http://p:1 --label zone",
+        "smg workers list --watch --stale",
+        "smg policies set m",
+        "smg policies set m policy=random --file f",
+        "smg tokens create ada",
+        "smg workers list --server ftp://h",
+        "smg workers remove w --idempotency-key mine",
+        "smg completions tcsh",
+    ] {
+        syntax_error(line);
+    }
+    let Ok(Invocation::Context(arguments)) = parse_line("smg context set prod --controlplane a,b --token t") else {
+        panic!()
+    };
+    assert_eq!(arguments.target.controlplane, ["a:7400", "b:7400"]);
+}
+
+#[test]
 fn an_authority_takes_names_that_can_stand_in_a_certificate() {
     let line = "smg cluster ca issue /ca --role gateway --name g-1 --host cp1.internal --host 10.0.0.1 --days 7";
     let Ok(Invocation::Cluster(arguments)) = parse_line(line) else { panic!("{line}") };
@@ -716,9 +759,9 @@ fn a_control_plane_names_its_listeners_and_refuses_what_does_not_exist_yet() {
     else {
         panic!("smg cluster")
     };
-    assert_eq!(asked.verb, ClusterVerb::Replace { node_id: 3, with: Some(4) });
+    assert_eq!(asked.verb, ClusterVerb::Replace { node_id: 3, with: Some(4), dry_run: false });
     assert_eq!((asked.target.controlplane.join(" "), asked.output), ("a:7400 b:1".into(), Output::Json));
-    for line in ["smg cluster", "smg cluster remove", "smg cluster join x", "smg cluster status -o yaml"] {
+    for line in ["smg cluster", "smg cluster remove", "smg cluster join x", "smg cluster status -o xml"] {
         syntax_error(line);
     }
     syntax_error("smg controlplane --data-dir d --insecure --bootstrap --join a:7401");

@@ -66,6 +66,17 @@ pub(super) fn control_plane_address(text: &str) -> Result<String, String> {
     address(text, 7400)
 }
 
+/// As [`control_plane_address`], or a URL with a host and perhaps a port.
+pub(super) fn admin_address(text: &str) -> Result<String, String> {
+    let text = text.trim_end_matches('/');
+    match text.split_once("://") {
+        Some(("http", rest)) => Ok(format!("http://{}", address(rest, 80)?)),
+        Some(("https", rest)) => Ok(format!("https://{}", address(rest, 443)?)),
+        Some(_) => Err("must be HOST:PORT, http://HOST:PORT or https://HOST:PORT".to_owned()),
+        None => control_plane_address(text),
+    }
+}
+
 /// `HOST:PORT` or a bare host; the port of the members among themselves is added where none is given.
 pub(super) fn peer_address(text: &str) -> Result<String, String> {
     address(text, 7401)

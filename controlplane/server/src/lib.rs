@@ -10,6 +10,7 @@
 //! * [`probe`]: active health probes, a duty of the leader;
 //! * [`slots`]: who may use how much of which decode worker, a duty of the leader;
 //! * [`startup`]: what start-up flags say, as commands;
+//! * [`backup`]: the whole state as one file;
 //! * [`writer`]: the one way by which any of them changes the state.
 //!
 //! Invariants
@@ -27,6 +28,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 pub mod admin;
+pub mod backup;
 mod crew;
 mod duty;
 mod inventory;
@@ -88,7 +90,7 @@ impl ControlPlaneOptions {
 pub struct ControlPlane {
     writer: writer::Writer,
     sync: sync::SyncService,
-    gateways: Arc<sync::everywhere::AllGateways>,
+    admin: admin::service::Service,
     max_body_bytes: usize,
     access: Arc<admin::access::AccessOptions>,
     shutdown: CancellationToken,
@@ -142,15 +144,15 @@ impl ControlPlane {
             smg_net::spawn("startup-tokens", tokens),
             smg_net::spawn("inventory", inventory::follow(store, metrics, shutdown.clone())),
         ];
-        Arc::new(Self { writer, sync, gateways, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
+        let admin =
+            admin::service::Service::new(writer.clone(), gateways, sync.feed(), Arc::clone(&access), shutdown.clone());
+        Arc::new(Self { writer, sync, admin, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
     }
 
     /// Everything this control plane serves: admin REST and the sync service on one router, so that one listener or one in-memory
     /// connection (HTTP/1.1 and HTTP/2 with prior knowledge) carries both.
     pub fn router(self: &Arc<Self>) -> Router {
-        let access = Arc::clone(&self.access);
-        let gateways = Arc::clone(&self.gateways);
-        admin::router(self.writer.clone(), gateways, self.max_body_bytes, access).merge(self.sync.router())
+        admin::router(self.admin.clone(), self.max_body_bytes).merge(self.sync.router())
     }
 
     /// The way to change the state from within the process.

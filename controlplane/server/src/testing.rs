@@ -221,6 +221,14 @@ impl Plane {
         Reply { status: parts.status, headers: parts.headers, body }
     }
 
+    /// Asks for an answer that goes on.
+    pub(crate) async fn follow(&self, path: &str) -> Lines {
+        let request = Request::get(path).body(Body::empty()).unwrap();
+        let answer = timeout(DEADLINE, self.router.clone().oneshot(request)).await.expect("an answer in time").unwrap();
+        assert_eq!(answer.status(), StatusCode::OK);
+        Lines { body: answer.into_body(), pending: Vec::new() }
+    }
+
     pub(crate) async fn get(&self, path: &str) -> Reply {
         self.call("GET", path, None).await
     }
@@ -254,6 +262,39 @@ impl Plane {
         match timeout(DEADLINE, wait).await {
             Ok(state) => state,
             Err(_) => panic!("never {what}: {:#?}", self.store.local()),
+        }
+    }
+}
+
+/// The lines of an answer that goes on.
+pub(crate) struct Lines {
+    body: Body,
+    pending: Vec<u8>,
+}
+
+impl Lines {
+    /// The next line; `None` when the answer has ended.
+    pub(crate) async fn next(&mut self) -> Option<Value> {
+        loop {
+            if let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.pending.drain(..=end).collect();
+                return Some(serde_json::from_slice(&line).unwrap());
+            }
+            let frame = timeout(DEADLINE, self.body.frame()).await.expect("a line in time");
+            self.pending.extend_from_slice(&frame?.unwrap().into_data().unwrap());
+        }
+    }
+
+    /// The events up to the next bookmark or the end, which is the last one.
+    pub(crate) async fn step(&mut self) -> Vec<Value> {
+        let mut events = Vec::new();
+        loop {
+            let event = self.next().await.expect("more");
+            let last = event["type"] == "bookmark" || event["type"] == "end";
+            events.push(event);
+            if last {
+                return events;
+            }
         }
     }
 }

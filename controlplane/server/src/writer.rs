@@ -47,6 +47,17 @@ impl Write {
     pub fn of(actor: &str, command: Command) -> Self {
         Self { command_id: None, actor: actor.to_owned(), expected_revision: None, command }
     }
+
+    /// The command as it is proposed, now.
+    pub(crate) fn envelope(self) -> Envelope {
+        Envelope {
+            command_id: self.command_id.unwrap_or_else(Uuid::now_v7),
+            actor: self.actor,
+            proposed_at_unix_ms: smg_net::unix_millis(),
+            expected_revision: self.expected_revision,
+            command: self.command,
+        }
+    }
 }
 
 /// A handle on the store for those who change the state. Cheap to clone.
@@ -72,7 +83,7 @@ impl Writer {
     /// [`WriteError::Rejected`] when the state refused it, [`WriteError::Store`] when the store did not answer within five seconds.
     pub async fn write(&self, write: Write) -> Result<Outcome, WriteError> {
         let deadline = Instant::now() + DEADLINE;
-        let outcome = self.propose(envelope(write), deadline).await?;
+        let outcome = self.propose(write.envelope(), deadline).await?;
         outcome.accepted().map_err(WriteError::Rejected)
     }
 
@@ -96,15 +107,5 @@ impl Writer {
                 Ok(answer) => return answer,
             }
         }
-    }
-}
-
-fn envelope(write: Write) -> Envelope {
-    Envelope {
-        command_id: write.command_id.unwrap_or_else(Uuid::now_v7),
-        actor: write.actor,
-        proposed_at_unix_ms: smg_net::unix_millis(),
-        expected_revision: write.expected_revision,
-        command: write.command,
     }
 }

@@ -9,6 +9,7 @@ use smg_fleet::{
     WorkerId, WorkerSpec, validate,
 };
 
+use crate::audit::Before;
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
 use crate::members::NodeId;
 use crate::memory::Remembered;
@@ -60,6 +61,7 @@ impl State {
         if let Command::LedgerRound { number, events } = &envelope.command {
             return self.ledger_round(*number, events);
         }
+        let before = Before::look(self, &envelope.command);
         let outcome = match self.change(envelope) {
             Ok(effect) => {
                 if effect.changed {
@@ -76,6 +78,11 @@ impl State {
                 Outcome { revision: self.revision, worker_id: None, node_id: None, rejection: Some(rejection) }
             }
         };
+        if outcome.rejection.is_none()
+            && let Some(record) = before.and_then(|before| before.record(self, envelope, &outcome))
+        {
+            self.audit.add(record);
+        }
         self.memory.remember(Remembered {
             command_id: envelope.command_id,
             at_unix_ms: envelope.proposed_at_unix_ms,

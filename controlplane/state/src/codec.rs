@@ -9,6 +9,7 @@ use smg_fleet::{ClusterSettings, StartupToken, TokenHash, Worker, WorkerId};
 use smg_messages::state as pb;
 use uuid::Uuid;
 
+use crate::audit::{AuditChange, AuditRecord};
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
 use crate::members::Member;
 use crate::memory::Remembered;
@@ -293,6 +294,38 @@ fn member_from_pb(member: pb::Member) -> Result<Member, WireError> {
     })
 }
 
+/// An audit record as a message.
+pub fn audit_to_pb(record: &AuditRecord) -> pb::AuditRecord {
+    let change = |change: &AuditChange| pb::AuditChange {
+        field: change.field.clone(),
+        before: change.before.clone(),
+        after: change.after.clone(),
+    };
+    pb::AuditRecord {
+        revision: record.revision,
+        at_unix_ms: record.at_unix_ms,
+        actor: record.actor.clone(),
+        command_id: record.command_id.as_bytes().to_vec(),
+        action: record.action.to_owned(),
+        object: record.object.clone(),
+        changes: record.changes.iter().map(change).collect(),
+    }
+}
+
+fn audit_from_pb(record: pb::AuditRecord) -> Result<AuditRecord, WireError> {
+    let change =
+        |change: pb::AuditChange| AuditChange { field: change.field, before: change.before, after: change.after };
+    Ok(AuditRecord {
+        revision: record.revision,
+        at_unix_ms: record.at_unix_ms,
+        actor: record.actor,
+        command_id: uuid(&record.command_id, "command_id")?,
+        action: record.action,
+        object: record.object,
+        changes: record.changes.into_iter().map(change).collect(),
+    })
+}
+
 /// The canonical bytes of a state.
 pub fn encode_state(state: &State) -> Vec<u8> {
     pb::State {
@@ -316,6 +349,7 @@ pub fn encode_state(state: &State) -> Vec<u8> {
         members: state.members.values().map(|member| member_to_pb(member)).collect(),
         last_node_id: state.last_node_id,
         ledger: Some(smg_admission::wire::ledger_to_pb(&state.ledger)),
+        audit: state.audit.iter().map(|record| audit_to_pb(record)).collect(),
     }
     .encode_to_vec()
 }
@@ -352,6 +386,9 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
     for member in message.members {
         let member = member_from_pb(member)?;
         state.members.insert(member.node_id, Arc::new(member));
+    }
+    for record in message.audit {
+        state.audit.add(audit_from_pb(record)?);
     }
     for remembered in message.remembered {
         state.memory.remember(Remembered {

@@ -8,10 +8,13 @@
 //! * the revision grows by one with each command that changes the fleet and never otherwise; the registry of members is not part of it;
 //! * a command id is applied at most once: a repeated one returns the first outcome;
 //! * a rejected command changes nothing but the memory of command ids;
+//! * what an operator changed is on record in the state itself ([`audit`]);
 //! * one URL is one worker;
 //! * one disk is one member of the control plane, and its number is never given out again.
 
 mod apply;
+pub mod audit;
+pub mod backup;
 pub mod codec;
 pub mod command;
 pub mod members;
@@ -19,6 +22,7 @@ mod memory;
 mod state;
 mod tokens;
 
+pub use audit::{AuditChange, AuditRecord};
 pub use command::{Command, CommandId, Envelope, Outcome, Rejection, RejectionCode};
 pub use members::{Member, NodeId};
 pub use state::State;

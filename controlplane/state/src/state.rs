@@ -7,6 +7,7 @@ use smg_admission::Ledger;
 use smg_fleet::{AdminToken, ClusterSettings, PolicyRecord, Revision, Snapshot, Worker, WorkerId};
 use uuid::Uuid;
 
+use crate::audit::AuditTrail;
 use crate::members::{Member, NodeId};
 use crate::memory::CommandMemory;
 
@@ -28,6 +29,7 @@ pub struct State {
     pub(crate) last_node_id: NodeId,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) memory: CommandMemory,
+    pub(crate) audit: AuditTrail,
 }
 
 impl State {

@@ -93,6 +93,13 @@ pub trait ClusterStore: Send + Sync + 'static {
         Box::pin(std::future::ready(Vec::new()))
     }
 
+    /// The voters that there would be after a change of the members, which is not made.
+    fn rehearse_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
+        let _ = change;
+        let message = "this control plane has one member, always";
+        Box::pin(std::future::ready(Err(ChangeError::refused(Refusal::Unsupported, message))))
+    }
+
     /// Whether this member hears from a leader: what it has applied is then at most moments old.
     fn in_contact(&self) -> bool {
         true

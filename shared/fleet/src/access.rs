@@ -125,11 +125,11 @@ impl Role {
     pub fn required(method: &str, path: &str) -> Self {
         let below = |root: &str| path.strip_prefix(root).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
         let reads = matches!(method, "GET" | "HEAD") || path == "/fleet/pairing/explain";
-        if below("/fleet/tokens") {
+        if below("/fleet/tokens") || path == "/fleet/backup" {
             Self::Admin
         } else if reads {
             Self::Viewer
-        } else if below("/workers") || path == "/flush_cache" {
+        } else if below("/workers") || below("/fleet/workers") || path == "/flush_cache" {
             Self::Operator
         } else {
             Self::Admin
@@ -264,6 +264,9 @@ mod tests {
             ("PUT", "/fleet/settings", Role::Admin),
             ("GET", "/fleet/tokens", Role::Admin),
             ("GET", "/fleet/tokens/1", Role::Admin),
+            ("PUT", "/fleet/workers/1/intent", Role::Operator),
+            ("GET", "/fleet/backup", Role::Admin),
+            ("GET", "/fleet/audit", Role::Viewer),
             ("POST", "/workersx", Role::Admin),
             ("POST", "/anything/new", Role::Admin),
         ] {

@@ -42,6 +42,7 @@ pub fn worker_info(worker: &Worker) -> Value {
             json!("no kv_connector is declared: PD requests run passthrough and decode recomputes every prompt"),
         );
     }
+    info.insert("intent".into(), json!(worker.intent.as_str()));
     info.insert("origin".into(), json!(worker.origin.as_str()));
     info.insert("mod_revision".into(), json!(worker.mod_revision));
     if let Some(job) = &worker.job {

@@ -20,6 +20,7 @@ use smg_net::mutual::identity::{Caller, Part};
 
 use super::Admin;
 use super::error::ApiError;
+use super::service::Service;
 
 /// What a process knows about who may call its admin API, besides what is stored.
 #[derive(Debug, Clone, Default)]
@@ -28,8 +29,10 @@ pub struct AccessOptions {
     pub startup_tokens: Vec<StartupToken>,
     /// The key of the client edge in the same process: without tokens it guards the admin API too.
     pub shared_key: Option<TokenHash>,
-    /// Whether changes by identified callers are logged.
+    /// Whether changes are logged.
     pub audit: bool,
+    /// The passphrase that seals the keys of engines in backups; none = they are left out.
+    pub backup_key: Option<smg_fleet::Secret>,
 }
 
 /// Who makes a request.
@@ -62,6 +65,11 @@ impl Identity {
         }
     }
 
+    /// This identity, if it may do what needs a role.
+    pub(super) fn at_least(self, need: Role) -> Result<Self, Denied> {
+        if self.role >= need { Ok(self) } else { Err(Denied::Role { have: self.role, need }) }
+    }
+
     /// The name of the token or certificate.
     pub(super) fn name(&self) -> Option<&str> {
         match &self.by {
@@ -72,14 +80,14 @@ impl Identity {
 }
 
 /// Judges the secret of a request and, if it came over TLS between parts, its caller.
-fn identify(admin: &Admin, secret: Option<&str>, caller: Option<&Caller>) -> Result<Identity, Denied> {
+pub(super) fn identify(service: &Service, secret: Option<&str>, caller: Option<&Caller>) -> Result<Identity, Denied> {
     if secret.is_none()
         && let Some(Ok(operator)) = caller.map(|caller| caller.must_be(Part::Admin))
     {
         return Ok(Identity { by: Proof::Certificate(operator.name.clone()), role: Role::Admin });
     }
-    let state = admin.writer.store().local();
-    let AccessOptions { startup_tokens, shared_key, .. } = &*admin.access;
+    let state = service.local();
+    let AccessOptions { startup_tokens, shared_key, .. } = &*service.access;
     let stored = state.tokens().map(|token| (&token.name, token.role, &token.hash));
     let named = startup_tokens.iter().map(|token| (&token.name, token.role, &token.hash));
     let tokens: Vec<_> = stored.chain(named).collect();
@@ -102,10 +110,8 @@ fn identify(admin: &Admin, secret: Option<&str>, caller: Option<&Caller>) -> Res
 pub(super) async fn authenticate(State(admin): State<Admin>, mut request: Request, next: Next) -> Response {
     let authorization = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let secret = authorization.and_then(access::bearer);
-    let judged = identify(&admin, secret, request.extensions().get::<Caller>()).and_then(|identity| {
-        let (have, need) = (identity.role, Role::required(request.method().as_str(), request.uri().path()));
-        if have >= need { Ok(identity) } else { Err(Denied::Role { have, need }) }
-    });
+    let judged = identify(&admin.service, secret, request.extensions().get::<Caller>())
+        .and_then(|identity| identity.at_least(Role::required(request.method().as_str(), request.uri().path())));
     let identity = match judged {
         Ok(identity) => identity,
         Err(denied) => {
@@ -114,7 +120,7 @@ pub(super) async fn authenticate(State(admin): State<Admin>, mut request: Reques
             return ApiError::Denied(denied).into_response();
         }
     };
-    let audited = admin.access.audit && identity.by != Proof::None && !request.method().is_safe();
+    let audited = admin.service.access.audit && identity.by != Proof::None && !request.method().is_safe();
     let record = audited.then(|| (identity.actor(), request.method().clone(), request.uri().path().to_owned()));
     request.extensions_mut().insert(identity);
     let response = next.run(request).await;

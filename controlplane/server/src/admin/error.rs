@@ -2,12 +2,18 @@
 //!
 //! The codes of `/workers` are those of the documented system; `STORE_FAILED`, `CONTROL_PLANE_UNAVAILABLE`, `OUTCOME_UNKNOWN`,
 //! `REVISION_CONFLICT`, `POLICY_NOT_FOUND`, those of `/fleet/cluster`, `LIMIT_EXCEEDED`, `NOT_FOUND`, `METHOD_NOT_ALLOWED`,
-//! `UNAUTHORIZED`, `FORBIDDEN`, `TOKEN_NOT_FOUND`, `TOKEN_ALREADY_EXISTS` and `LAST_ADMIN_TOKEN` are additions.
+//! `UNAUTHORIZED`, `FORBIDDEN`, `TOKEN_NOT_FOUND`, `TOKEN_ALREADY_EXISTS`, `LAST_ADMIN_TOKEN`, `ALREADY_HAPPENED` and
+//! `BUSY` are additions.
+//!
+//! The answer to a change that did not succeed says in `outcome` what became of it: `did_not_happen`, `happened` or `unknown`.
 
 use axum::Json;
+use axum::body::Body;
+use axum::extract::Request;
 use axum::http::{StatusCode, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use serde_json::json;
+use serde_json::{Value, json};
 use smg_fleet::access::Denied;
 use smg_state::{Rejection, RejectionCode};
 use smg_store::StoreError;
@@ -50,6 +56,12 @@ pub enum ApiError {
     /// The members do not change that way.
     #[error("{1}")]
     Members(Refusal, String),
+    /// The change was made, but its answer cannot be given.
+    #[error("{0}")]
+    Happened(&'static str),
+    /// This process does as much of that kind as it may.
+    #[error("{0}")]
+    Busy(&'static str),
     /// No such resource.
     #[error("{0}")]
     UnknownRoute(String),
@@ -79,7 +91,38 @@ impl From<ChangeError> for ApiError {
     }
 }
 
+/// What became of a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    /// Nothing was changed, and nothing will be.
+    DidNotHappen,
+    /// It was changed.
+    Happened,
+    /// Nobody knows yet. Repeated under its `Idempotency-Key` it is the same change.
+    Unknown,
+}
+
+impl Fate {
+    /// Its name in answers.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::DidNotHappen => "did_not_happen",
+            Self::Happened => "happened",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
 impl ApiError {
+    /// What became of a change that is answered with this.
+    pub fn fate(&self) -> Fate {
+        match self {
+            Self::Store(StoreError::Unknown(_)) => Fate::Unknown,
+            Self::Happened(_) => Fate::Happened,
+            _ => Fate::DidNotHappen,
+        }
+    }
+
     /// The status and the code that clients key on.
     pub fn status_and_code(&self) -> (StatusCode, &'static str) {
         match self {
@@ -91,6 +134,8 @@ impl ApiError {
             Self::Denied(Denied::Role { .. }) => (StatusCode::FORBIDDEN, "FORBIDDEN"),
             Self::Denied(_) => (StatusCode::UNAUTHORIZED, "UNAUTHORIZED"),
             Self::TooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, "PAYLOAD_TOO_LARGE"),
+            Self::Happened(_) => (StatusCode::CONFLICT, "ALREADY_HAPPENED"),
+            Self::Busy(_) => (StatusCode::SERVICE_UNAVAILABLE, "BUSY"),
             Self::UnknownRoute(_) => (StatusCode::NOT_FOUND, "NOT_FOUND"),
             Self::WrongMethod(_) => (StatusCode::METHOD_NOT_ALLOWED, "METHOD_NOT_ALLOWED"),
             Self::Internal(_) => (StatusCode::INTERNAL_SERVER_ERROR, "INTERNAL_SERVER_ERROR"),
@@ -129,10 +174,34 @@ impl ApiError {
     }
 }
 
+/// An error on its way out.
+#[derive(Debug, Clone)]
+struct Problem {
+    body: Value,
+    fate: Fate,
+}
+
+/// Says in the answer to a change that did not succeed what became of it.
+pub(super) async fn with_fate(request: Request, next: Next) -> Response {
+    let changes = !request.method().is_safe();
+    let mut response = next.run(request).await;
+    match response.extensions_mut().remove::<Problem>() {
+        Some(Problem { mut body, fate }) if changes => {
+            body["outcome"] = json!(fate.as_str());
+            let (mut head, _) = response.into_parts();
+            head.headers.remove(header::CONTENT_LENGTH);
+            Response::from_parts(head, Body::from(body.to_string()))
+        }
+        _ => response,
+    }
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, code) = self.status_and_code();
-        let mut response = (status, Json(json!({"error": self.to_string(), "code": code}))).into_response();
+        let body = json!({"error": self.to_string(), "code": code});
+        let mut response = (status, Json(&body)).into_response();
+        response.extensions_mut().insert(Problem { body, fate: self.fate() });
         if let Self::Denied(denied @ (Denied::Missing | Denied::Unknown)) = self {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge(denied));
         }

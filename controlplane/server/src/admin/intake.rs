@@ -11,12 +11,12 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 use smg_fleet::{Revision, WorkerId};
-use smg_state::{Command, CommandId};
+use smg_state::CommandId;
 use uuid::Uuid;
 
 use super::access::Identity;
 use super::error::ApiError;
-use crate::writer::Write;
+use super::service::{Call, Consistency};
 
 /// How long a client may take to send a body.
 const BODY_DEADLINE: Duration = Duration::from_secs(30);
@@ -35,15 +35,6 @@ impl<S: Send + Sync> FromRequestParts<S> for PathParameter {
     }
 }
 
-/// What a read promises.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Consistency {
-    /// Everything acknowledged before the read is in it.
-    Linearizable,
-    /// Whatever this node has applied.
-    Stale,
-}
-
 /// The consistency that the query asks for.
 pub(super) fn consistency(uri: &Uri) -> Result<Consistency, ApiError> {
     match query(uri, "consistency")?.as_deref() {
@@ -51,6 +42,22 @@ pub(super) fn consistency(uri: &Uri) -> Result<Consistency, ApiError> {
         Some("stale") => Ok(Consistency::Stale),
         Some(other) => Err(ApiError::BadRequest(format!("consistency must be linearizable or stale, not '{other}'"))),
     }
+}
+
+/// A query parameter that is true or false; absent = false.
+pub(super) fn flag(uri: &Uri, name: &str) -> Result<bool, ApiError> {
+    match query(uri, name)?.as_deref() {
+        None | Some("false" | "0") => Ok(false),
+        Some("true" | "1" | "") => Ok(true),
+        Some(other) => Err(ApiError::BadRequest(format!("{name} must be true or false, not '{}'", clip(other)))),
+    }
+}
+
+/// A query parameter that is read from text.
+pub(super) fn parsed<T: FromStr>(uri: &Uri, name: &str) -> Result<Option<T>, ApiError> {
+    let Some(text) = query(uri, name)? else { return Ok(None) };
+    let unreadable = |_| ApiError::BadRequest(format!("'{}' is no value of {name}", clip(&text)));
+    text.parse().map(Some).map_err(unreadable)
 }
 
 /// One query parameter, decoded; the first one of that name.
@@ -99,13 +106,13 @@ pub(super) fn json<T: DeserializeOwned>(parts: &Parts, bytes: &[u8]) -> Result<T
     Ok(read)
 }
 
-/// The write that a request asks for: `command` under the request's identity and conditions.
-pub(super) fn write(parts: &Parts, body: &[u8], command: Command) -> Result<Write, ApiError> {
-    Ok(Write {
-        command_id: command_id(parts, body)?,
+/// Who asks for a change, and how.
+pub(super) fn call(parts: &Parts, body: &[u8]) -> Result<Call, ApiError> {
+    Ok(Call {
         actor: parts.extensions.get::<Identity>().map_or_else(|| "admin-api".to_owned(), Identity::actor),
+        command_id: command_id(parts, body)?,
         expected_revision: if_match(&parts.headers)?,
-        command,
+        dry_run: flag(&parts.uri, "dry_run")?,
     })
 }
 

@@ -1,42 +1,46 @@
 //! The admin API: REST under `/workers` (the documented system's resource) and `/fleet` (what this system adds).
 //!
+//! * [`service`] holds the operations; the files beside it read requests and write answers.
 //! * Every answer carries `X-SMG-Revision`: for a write the revision that holds it, for a read the revision that was read. A gateway that
 //!   forwards admin calls waits for it, so that its next answer includes the write.
 //! * Reads are linearizable unless they say `?consistency=stale`. Single objects carry an `ETag` with their `mod_revision`; writes accept
 //!   it back in `If-Match`.
 //! * `Idempotency-Key: <uuid>` makes a repeated write the same write: it is answered again and not applied again.
+//! * `?dry_run=true` rehearses a write: 200 with `{"dry_run": true, "revision", "result"}`, and nothing is changed.
+//! * `?watch=true` on a list answers with a line of JSON per change ([`watches`]).
 //! * [`access`] decides who may ask; changes carry the name of the token that asked.
-//! * Errors are `{"error": "<message>", "code": "<CODE>"}`; [`error`] is the one place that knows codes and statuses.
+//! * Errors are `{"error": "<message>", "code": "<CODE>"}`, of changes with `outcome`; [`error`] is the one place that knows them.
 
-use std::sync::Arc;
-
-use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{HeaderValue, Method, Uri};
+use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde_json::{Value, json};
 use smg_fleet::Revision;
-use smg_store::StoreError;
-
-use crate::sync::everywhere::AllGateways;
-use crate::writer::Writer;
 
 pub mod access;
+mod audit;
+mod backups;
 mod cluster;
 pub mod error;
 mod fleet;
 mod intake;
+#[cfg(test)]
+mod operations_test;
 mod pairing;
 mod policies;
+pub(crate) mod service;
 mod settings;
 #[cfg(test)]
 mod tests;
 mod tokens;
+mod watches;
 mod workers;
 
-use access::AccessOptions;
 use error::ApiError;
+use service::{Change, Service};
 
 /// Name of the header with the state's revision.
 pub const REVISION_HEADER: &str = "x-smg-revision";
@@ -44,18 +48,17 @@ pub const REVISION_HEADER: &str = "x-smg-revision";
 /// What handlers share.
 #[derive(Clone)]
 struct Admin {
-    writer: Writer,
-    gateways: Arc<AllGateways>,
+    service: Service,
     max_body_bytes: usize,
-    access: Arc<AccessOptions>,
 }
 
 /// The routes of the admin API.
-pub fn router(writer: Writer, gateways: Arc<AllGateways>, max_body_bytes: usize, access: Arc<AccessOptions>) -> Router {
-    let admin = Admin { writer, gateways, max_body_bytes, access };
+pub(crate) fn router(service: Service, max_body_bytes: usize) -> Router {
+    let admin = Admin { service, max_body_bytes };
     Router::new()
         .route("/workers", get(workers::list).post(workers::create))
         .route("/workers/{id}", get(workers::show).put(workers::replace).patch(workers::patch).delete(workers::remove))
+        .route("/fleet/workers/{id}/intent", get(workers::show_intent).put(workers::put_intent))
         .route("/fleet/policies", get(policies::list))
         .route("/fleet/policies/{*model}", get(policies::show).put(policies::put).delete(policies::delete))
         .route("/fleet/pairing", get(pairing::show))
@@ -65,6 +68,8 @@ pub fn router(writer: Writer, gateways: Arc<AllGateways>, max_body_bytes: usize,
         .route("/fleet/tokens/{id}", get(tokens::show).delete(tokens::revoke))
         .route("/fleet/whoami", get(tokens::whoami))
         .route("/fleet/gateways", get(fleet::gateways))
+        .route("/fleet/audit", get(audit::list))
+        .route("/fleet/backup", get(backups::show))
         .route("/fleet/cluster", get(cluster::show))
         .route("/fleet/cluster/join", post(cluster::join))
         .route("/fleet/cluster/remove", post(cluster::remove))
@@ -74,18 +79,9 @@ pub fn router(writer: Writer, gateways: Arc<AllGateways>, max_body_bytes: usize,
         .layer(from_fn_with_state(admin.clone(), access::authenticate))
         // A number that tells nothing about the fleet: gateways ask for it on behalf of clients, who are nobody here.
         .merge(Router::new().route("/fleet/revision", get(fleet::revision)).layer(from_fn(access::parts_only)))
+        .layer(from_fn(error::with_fate))
         .layer(from_fn_with_state(admin.clone(), with_revision))
         .with_state(admin)
-}
-
-impl Admin {
-    /// The applied state: after a barrier, or as it is when the request accepts that.
-    async fn read(&self, consistency: intake::Consistency) -> Result<Arc<smg_state::State>, StoreError> {
-        if consistency == intake::Consistency::Linearizable {
-            self.writer.barrier().await?;
-        }
-        Ok(self.writer.store().local())
-    }
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> ApiError {
@@ -99,15 +95,13 @@ async fn wrong_method(method: Method, uri: Uri) -> ApiError {
 /// Answers that did not name a revision get the local one.
 async fn with_revision(State(admin): State<Admin>, request: Request, next: Next) -> Response {
     let mut response = next.run(request).await;
-    if !response.headers().contains_key(REVISION_HEADER) {
-        let revision = admin.writer.store().local().revision();
-        response.headers_mut().insert(REVISION_HEADER, HeaderValue::from(revision));
-    }
+    let revision = admin.service.local().revision();
+    response.headers_mut().entry(HeaderName::from_static(REVISION_HEADER)).or_insert(HeaderValue::from(revision));
     response
 }
 
 /// Puts a revision on an answer.
-fn at_revision(revision: Revision, response: impl axum::response::IntoResponse) -> Response {
+fn at_revision(revision: Revision, response: impl IntoResponse) -> Response {
     let mut response = response.into_response();
     response.headers_mut().insert(REVISION_HEADER, HeaderValue::from(revision));
     response
@@ -119,4 +113,18 @@ fn tagged(mod_revision: Revision, mut response: Response) -> Response {
         response.headers_mut().insert(axum::http::header::ETAG, tag);
     }
     response
+}
+
+/// The answer to a rehearsal, with what the change would lead to; null = nothing would be left.
+fn rehearsed(revision: Revision, result: Value) -> Response {
+    Json(json!({"dry_run": true, "revision": revision, "result": result})).into_response()
+}
+
+/// The answer to a change: of a rehearsal with `result`, else as `made` says.
+fn changed(change: &Change, result: impl FnOnce() -> Value, made: impl FnOnce() -> Response) -> Response {
+    if change.dry_run {
+        rehearsed(change.outcome.revision, result())
+    } else {
+        at_revision(change.outcome.revision, made())
+    }
 }

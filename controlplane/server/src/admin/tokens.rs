@@ -10,14 +10,14 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use smg_fleet::{AdminToken, Role, StartupToken, TokenHash, access};
-use smg_state::Command;
+use smg_fleet::{AdminToken, Role};
 use uuid::Uuid;
 
 use super::access::Identity;
 use super::error::ApiError;
 use super::intake::PathParameter;
-use super::{Admin, at_revision, intake, tagged};
+use super::service::watch::Followed;
+use super::{Admin, at_revision, changed, intake, tagged, watches};
 
 /// The body of `POST /fleet/tokens`.
 #[derive(Debug, Deserialize)]
@@ -28,7 +28,7 @@ struct NewToken {
 }
 
 /// A token without its secret.
-fn shown(token: &AdminToken) -> Value {
+pub(super) fn shown(token: &AdminToken) -> Value {
     json!({
         "id": token.id,
         "name": token.name,
@@ -39,14 +39,11 @@ fn shown(token: &AdminToken) -> Value {
     })
 }
 
-/// A secret nobody can guess: 256 random bits.
-fn mint() -> String {
-    let random: [u8; 32] = rand::random();
-    random.iter().fold("smg_".to_owned(), |text, byte| text + &format!("{byte:02x}"))
-}
-
 pub(super) async fn list(State(admin): State<Admin>, parts: Parts) -> Result<Response, ApiError> {
-    let state = admin.read(intake::consistency(&parts.uri)?).await?;
+    if watches::is_asked(&parts.uri)? {
+        return watches::answer(&admin, &parts.uri, Followed::Tokens).await;
+    }
+    let state = admin.service.read(intake::consistency(&parts.uri)?).await?;
     let tokens: Vec<Value> = state.tokens().map(|token| shown(token)).collect();
     Ok(at_revision(state.revision(), Json(json!({"total": tokens.len(), "tokens": tokens}))))
 }
@@ -56,30 +53,22 @@ pub(super) async fn show(
     PathParameter(id): PathParameter,
     parts: Parts,
 ) -> Result<Response, ApiError> {
-    let id = token_id(&id)?;
-    let state = admin.read(intake::consistency(&parts.uri)?).await?;
-    let token = state.token(id).ok_or_else(|| ApiError::TokenNotFound(id.to_string()))?;
-    Ok(tagged(token.mod_revision, at_revision(state.revision(), Json(shown(token)))))
+    let (state, token) = admin.service.token(intake::consistency(&parts.uri)?, token_id(&id)?).await?;
+    Ok(tagged(token.mod_revision, at_revision(state.revision(), Json(shown(&token)))))
 }
 
 pub(super) async fn create(State(admin): State<Admin>, parts: Parts, body: Body) -> Result<Response, ApiError> {
     let bytes = intake::body(&parts, body, admin.max_body_bytes).await?;
     let NewToken { name, role } = intake::json(&parts, &bytes)?;
-    access::check_name(&name).map_err(|error| ApiError::BadRequest(error.to_string()))?;
-    let (id, secret) = (Uuid::now_v7(), mint());
-    let token = StartupToken { name, role, hash: TokenHash::of(&secret) };
-    let write = intake::write(&parts, &bytes, Command::CreateToken { id, token })?;
-    let outcome = admin.writer.write(write).await?;
-    let state = admin.writer.store().local();
-    // A repeated Idempotency-Key is answered with the first outcome: the token exists, and its secret was shown then.
-    let Some(token) = state.token(id) else {
-        let message = "the token was created by an earlier request with this Idempotency-Key, which showed its secret";
-        return Err(ApiError::BadRequest(message.to_owned()));
+    let new = admin.service.create_token(intake::call(&parts, &bytes)?, name, role).await?;
+    let token = &new.token;
+    let made = || {
+        let mut created = shown(token);
+        created["token"] = json!(new.secret);
+        let location = [(header::LOCATION, format!("/fleet/tokens/{}", token.id))];
+        tagged(token.mod_revision, (StatusCode::CREATED, location, Json(created)).into_response())
     };
-    let mut created = shown(token);
-    created["token"] = json!(secret);
-    let answer = (StatusCode::CREATED, [(header::LOCATION, format!("/fleet/tokens/{id}"))], Json(created));
-    Ok(tagged(token.mod_revision, at_revision(outcome.revision, answer)))
+    Ok(changed(&new.change, || shown(token), made))
 }
 
 pub(super) async fn revoke(
@@ -88,8 +77,8 @@ pub(super) async fn revoke(
     parts: Parts,
 ) -> Result<Response, ApiError> {
     let id = token_id(&id)?;
-    let outcome = admin.writer.write(intake::write(&parts, &[], Command::RevokeToken { id })?).await?;
-    Ok(at_revision(outcome.revision, Json(json!({"status": "revoked", "id": id}))))
+    let change = admin.service.revoke_token(intake::call(&parts, &[])?, id).await?;
+    Ok(changed(&change, || Value::Null, || Json(json!({"status": "revoked", "id": id})).into_response()))
 }
 
 /// `GET /fleet/whoami`: as whom the caller is known.
@@ -97,7 +86,7 @@ pub(super) async fn whoami(State(admin): State<Admin>, parts: Parts) -> Response
     let identity = parts.extensions.get::<Identity>();
     let name = identity.and_then(Identity::name);
     let role = identity.map(|identity| identity.role.as_str());
-    at_revision(admin.writer.store().local().revision(), Json(json!({"name": name, "role": role})).into_response())
+    at_revision(admin.service.local().revision(), Json(json!({"name": name, "role": role})))
 }
 
 fn token_id(text: &str) -> Result<Uuid, ApiError> {

@@ -51,6 +51,17 @@ pub struct GatewayRecord {
     pub(super) session: u64,
 }
 
+impl GatewayRecord {
+    /// What tells two values of a record apart, apart from when it was heard.
+    pub fn looks(&self) -> String {
+        let refused = self.nack.as_ref().map(|refusal| refusal.revision);
+        format!(
+            "{} {} {} {} {refused:?} {:?}",
+            self.connected, self.connected_at_unix_ms, self.acked_revision, self.in_flight_requests, self.drains.busy
+        )
+    }
+}
+
 /// What a gateway says of draining workers.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drains {
@@ -63,8 +74,8 @@ pub struct Drains {
 }
 
 impl Drains {
-    /// Whether the gateway is known to run nothing on a worker that drains since `revision`.
-    pub(super) fn is_done(&self, worker: WorkerId, revision: Revision) -> bool {
+    /// Whether the gateway is known to run nothing on a worker that is out of rotation since `revision`.
+    pub(crate) fn is_done(&self, worker: WorkerId, revision: Revision) -> bool {
         self.as_of >= revision && !self.more && !self.busy.contains(&worker)
     }
 }

@@ -132,6 +132,11 @@ impl SyncService {
         Arc::clone(&self.shared.gateways)
     }
 
+    /// What gateways follow.
+    pub(crate) fn feed(&self) -> Arc<Feed> {
+        Arc::clone(&self.shared.feed)
+    }
+
     /// The service as routes; over TLS between parts for gateways only. Unlike tonic's own router this one has no fallback, so that it merges with others.
     pub fn router(&self) -> Router {
         let server = SyncServer::new(self.clone()).max_decoding_message_size(MAX_UP_BYTES);

@@ -100,8 +100,8 @@ pub(crate) fn begin(database: &Database) -> Result<WriteTransaction, redb::Error
     Ok(transaction)
 }
 
-/// Creates the file with its identity, closed again. A crash leaves a file that [`open`] refuses, so create it beside its place and rename.
-pub(crate) fn create(path: &Path, identity: &pb::NodeIdentity) -> Result<(), Unusable> {
+/// Creates the file with its identity and other framed messages of the table of names, closed again. A crash leaves a file that [`open`] refuses, so create it beside its place and rename.
+pub(crate) fn create(path: &Path, identity: &pb::NodeIdentity, named: &[(&str, Vec<u8>)]) -> Result<(), Unusable> {
     let file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -117,6 +117,9 @@ pub(crate) fn create(path: &Path, identity: &pb::NodeIdentity) -> Result<(), Unu
         let mut meta = transaction.open_table(META)?;
         meta.insert(VERSION, frame(&pb::DataVersion { version: DATA_VERSION }).as_slice())?;
         meta.insert(IDENTITY, frame(identity).as_slice())?;
+        for (name, frame) in named {
+            meta.insert(*name, frame.as_slice())?;
+        }
     }
     transaction.commit()?;
     Ok(database.close()?)

@@ -43,6 +43,9 @@ pub enum OpenError {
         "there is no cluster data in {0}: check the path, or start a new cluster with --bootstrap, or join one with --join"
     )]
     Empty(PathBuf),
+    /// A backup goes only where nothing is.
+    #[error("there is a cluster's data in {0} already: restore into an empty directory")]
+    Taken(PathBuf),
     /// The directory is not empty and not ours.
     #[error("{path} holds '{name}', which is not of this program: a new cluster needs an empty directory of its own")]
     Foreign {
@@ -132,7 +135,7 @@ pub(crate) fn open(path: &Path, bootstrap: bool) -> Result<Opened, OpenError> {
             storage_id: Uuid::new_v4().as_bytes().to_vec(),
             created_at_unix_ms: super::unix_millis(),
         };
-        create(path, &log, &identity)?;
+        create_log(path, &identity, &[])?;
     }
     remove_unfinished(path)?;
     let (database, recovered) = database::open(&log).map_err(|error| unusable(&log, "open", error))?;
@@ -197,7 +200,7 @@ pub(crate) fn prepare_joining(path: &Path) -> Result<Option<(Uuid, File)>, OpenE
 
 /// Gives a prepared directory its log.
 pub(crate) fn finish_joining(path: &Path, identity: &pb::NodeIdentity) -> Result<(), OpenError> {
-    create(path, &path.join(LOG), identity)?;
+    create_log(path, identity, &[])?;
     let joining = path.join(JOINING);
     fs::remove_file(&joining).map_err(OpenError::io("remove", &joining))
 }
@@ -227,11 +230,22 @@ fn remove_unfinished(path: &Path) -> Result<(), OpenError> {
     Ok(())
 }
 
-/// Creates the log whole or not at all.
-fn create(path: &Path, log: &Path, identity: &pb::NodeIdentity) -> Result<(), OpenError> {
-    let unfinished = path.join(format!("{LOG}{UNFINISHED}"));
-    database::create(&unfinished, identity).map_err(|error| unusable(&unfinished, "create", error))?;
-    fs::rename(&unfinished, log).map_err(OpenError::io("name", log))?;
+/// Locks a directory that has nothing in it. It is locked until the file is closed.
+pub(crate) fn lock_empty(path: &Path) -> Result<File, OpenError> {
+    let lock = lock(path)?;
+    let log = path.join(LOG);
+    if log.try_exists().map_err(OpenError::io("look for", &log))? {
+        return Err(OpenError::Taken(path.to_owned()));
+    }
+    check_empty(path, false)?;
+    Ok(lock)
+}
+
+/// Creates the log, with framed messages besides its identity, whole or not at all.
+pub(crate) fn create_log(path: &Path, identity: &pb::NodeIdentity, named: &[(&str, Vec<u8>)]) -> Result<(), OpenError> {
+    let (log, unfinished) = (path.join(LOG), path.join(format!("{LOG}{UNFINISHED}")));
+    database::create(&unfinished, identity, named).map_err(|error| unusable(&unfinished, "create", error))?;
+    fs::rename(&unfinished, &log).map_err(OpenError::io("name", &log))?;
     sync(path).map_err(OpenError::io("sync", path))
 }
 

@@ -119,14 +119,17 @@ impl RaftStore {
         }
     }
 
-    /// Makes an operator's change, if this member leads.
-    pub(crate) async fn change_here(&self, change: MemberChange) -> Result<Vec<NodeId>, ChangeError> {
+    /// Makes an operator's change, if this member leads; a rehearsal stops before it is made.
+    pub(crate) async fn change_here(&self, change: MemberChange, rehearse: bool) -> Result<Vec<NodeId>, ChangeError> {
         let mut kept_up = self.kept_up.lock().await;
         let fresh = self.roll_call().await;
         let Some(view) = self.view(&mut kept_up, fresh) else {
             return Err(ChangeError::refused(Refusal::InProgress, "another change of the members is not finished yet"));
         };
         let (leaving, voters) = view.check(&change)?;
+        if rehearse {
+            return Ok(voters.into_iter().collect());
+        }
         let recorded = view.registered.iter().map(|member| member.node_id).filter(|id| leaving.contains(id));
         let recorded: Vec<NodeId> = recorded.collect();
         if !recorded.is_empty() {
@@ -166,15 +169,19 @@ impl RaftStore {
         }
     }
 
-    /// Makes an operator's change, here or on the member that leads.
-    pub(crate) async fn change_anywhere(&self, change: MemberChange) -> Result<Vec<NodeId>, ChangeError> {
+    /// Makes an operator's change, or rehearses it, here or on the member that leads.
+    pub(crate) async fn change_anywhere(
+        &self,
+        change: MemberChange,
+        rehearse: bool,
+    ) -> Result<Vec<NodeId>, ChangeError> {
         self.check()?;
         if !self.with_peers {
             return Err(ChangeError::refused(Refusal::Unsupported, "this control plane has one member, always"));
         }
         let deadline = Instant::now() + DEADLINE;
         loop {
-            match self.try_change(&change).await {
+            match self.try_change(&change, rehearse).await {
                 // It did not happen; an election may be under way.
                 Err(ChangeError::Store(StoreError::Unavailable(_))) if Instant::now() < deadline => sleep(TICK).await,
                 ended => return ended,
@@ -182,14 +189,14 @@ impl RaftStore {
         }
     }
 
-    async fn try_change(&self, change: &MemberChange) -> Result<Vec<NodeId>, ChangeError> {
+    async fn try_change(&self, change: &MemberChange, rehearse: bool) -> Result<Vec<NodeId>, ChangeError> {
         let unavailable = |why: String| ChangeError::Store(StoreError::Unavailable(why));
         let Some(leader) = self.leader() else { return Err(unavailable("no leader is known".into())) };
         if leader == self.identity().node_id {
-            return self.change_here(change.clone()).await;
+            return self.change_here(change.clone(), rehearse).await;
         }
         let link = self.link_to(leader).map_err(unavailable)?;
-        let request = link.request(change_to_pb(change));
+        let request = link.request(pb::ChangeRequest { rehearse, ..change_to_pb(change) });
         let answer = match link.answer(2 * CHANGE_TIMEOUT, link.client().change(request)).await {
             Ok(answer) => answer,
             Err(CallError::Lost(why)) => return Err(StoreError::Unknown(format!("member {leader}: {why}")).into()),

@@ -54,6 +54,7 @@ mod parts;
 mod peer;
 mod plan;
 mod propose;
+mod restore;
 mod snapshot;
 mod status;
 mod types;
@@ -66,6 +67,7 @@ mod tests;
 pub use dir::OpenError;
 pub use options::{NodeIdentity, Patience, RaftOptions};
 pub use peer::PeerService;
+pub use restore::restore;
 pub use writer::StoreStats;
 
 use failure::Failure;
@@ -458,7 +460,11 @@ impl ClusterStore for RaftStore {
     }
 
     fn change_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
-        self.change_anywhere(change).boxed()
+        self.change_anywhere(change, false).boxed()
+    }
+
+    fn rehearse_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
+        self.change_anywhere(change, true).boxed()
     }
 
     fn tell_gateways(&self, report: GatewayReport) {

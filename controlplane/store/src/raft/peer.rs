@@ -191,10 +191,12 @@ impl Peer for PeerService {
 
     async fn change(&self, request: Request<pb::ChangeRequest>) -> Result<Response<pb::ChangeResponse>, Status> {
         self.admit(&request)?;
-        let change = change_from_pb(request.into_inner())?;
+        let request = request.into_inner();
+        let rehearse = request.rehearse;
+        let change = change_from_pb(request)?;
         use pb::change_response::Result as Pb;
         let result = if self.store.leads() {
-            match self.store.change_here(change).await {
+            match self.store.change_here(change, rehearse).await {
                 Ok(node_ids) => Pb::Done(pb::Voters { node_ids }),
                 Err(ChangeError::Refused { code, message }) => Pb::Refused(pb::Refusal { code: code as i32, message }),
                 Err(ChangeError::Store(StoreError::Unknown(why))) => Pb::Unknown(why),
@@ -268,7 +270,7 @@ pub(crate) fn change_to_pb(change: &MemberChange) -> pb::ChangeRequest {
         MemberChange::Remove { node_ids, allow_even } => Pb::Remove(pb::Remove { node_ids, allow_even }),
         MemberChange::Replace { old, new } => Pb::Replace(pb::Replace { old, new }),
     };
-    pb::ChangeRequest { change: Some(change) }
+    pb::ChangeRequest { change: Some(change), rehearse: false }
 }
 
 /// A refusal that came from the leader.

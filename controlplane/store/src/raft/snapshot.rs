@@ -146,6 +146,15 @@ impl Snapshots {
     }
 }
 
+/// Makes the first snapshot of a directory durable.
+pub(crate) fn write_first(directory: &Path, snapshot: &StateSnapshot) -> io::Result<()> {
+    let name = Name::of(&snapshot.meta).file();
+    let unfinished = directory.join(format!("{name}{UNFINISHED}"));
+    write(&unfinished, &encode(snapshot))?;
+    fs::rename(&unfinished, directory.join(name))?;
+    dir::sync(directory)
+}
+
 fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.write_all(bytes)?;

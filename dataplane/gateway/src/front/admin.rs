@@ -28,6 +28,9 @@ const STALE: HeaderName = HeaderName::from_static("x-smg-stale");
 const MAX_ADMIN_BODY: usize = 1024 * 1024;
 /// Largest control plane answer.
 const MAX_ANSWER: usize = 64 * 1024 * 1024;
+/// How long the answer may take where it takes long: a change of the control plane's members waits for a quorum in the old set and in the
+/// new one, and a backup is sealed before it is sent.
+const SLOW_TIMEOUT: Duration = Duration::from_secs(25);
 /// How long a read waits for this gateway to catch up with the control plane.
 const CATCH_UP: Duration = Duration::from_secs(2);
 
@@ -60,6 +63,14 @@ pub(super) async fn forward(State(front): State<Front>, request: Request) -> Res
         }
     }
     let timeout = front.core.options.control_plane_timeout;
+    let timeout = if asked.is_slow() { timeout.max(SLOW_TIMEOUT) } else { timeout };
+    if asked.streams() {
+        return match tokio::time::timeout(timeout, front.link.request(forwarded)).await {
+            Ok(Ok(response)) => response.map(Body::new),
+            Ok(Err(error)) => without_control_plane(&front, &asked, &error.to_string()),
+            Err(_) => without_control_plane(&front, &asked, "the control plane did not answer in time"),
+        };
+    }
     let answer = tokio::time::timeout(timeout, async {
         let response = front.link.request(forwarded).await?;
         let (head, body) = response.into_parts();
@@ -101,6 +112,20 @@ impl Asked {
     fn changes(&self) -> bool {
         !self.is_get && self.uri.path() != "/fleet/pairing/explain"
     }
+
+    /// Whether its answer takes long.
+    fn is_slow(&self) -> bool {
+        self.uri.path() == "/fleet/backup" || (!self.is_get && self.uri.path().starts_with("/fleet/cluster/"))
+    }
+
+    /// Whether its answer goes on for long, or is large: it is passed on as it comes, without what this gateway knows.
+    fn streams(&self) -> bool {
+        let watches = || {
+            let parameters = Query::<Vec<(String, String)>>::try_from_uri(&self.uri);
+            parameters.is_ok_and(|Query(list)| list.iter().any(|(name, value)| name == "watch" && value != "false"))
+        };
+        self.is_get && (self.uri.path() == "/fleet/backup" || watches())
+    }
 }
 
 async fn catch_up(front: &Front, revision: u64) {
@@ -116,7 +141,8 @@ fn refuse(status: StatusCode, code: &'static str, message: &str) -> Response<Bod
 /// A write that was sent and not answered may have happened. Repeating it under its `Idempotency-Key` finds out.
 fn outcome_unknown(reason: &str) -> Response<Body> {
     let message = format!("the outcome is unknown: {reason}");
-    refuse(StatusCode::SERVICE_UNAVAILABLE, "OUTCOME_UNKNOWN", &message)
+    let body = json!({"error": message, "code": "OUTCOME_UNKNOWN", "outcome": "unknown"});
+    super::probes::json_response(StatusCode::SERVICE_UNAVAILABLE, &body)
 }
 
 fn admin_code(status: StatusCode) -> &'static str {
@@ -135,7 +161,9 @@ fn without_control_plane(front: &Front, asked: &Asked, reason: &str) -> Response
         return access::refuse_administration(denied);
     }
     let status = front.link.status();
-    if let Some(stored) = from_snapshot(front, asked) {
+    if !asked.streams()
+        && let Some(stored) = from_snapshot(front, asked)
+    {
         let (code, mut body) = stored;
         overlay_value(front, &mut body);
         let mut response = super::probes::json_response(code, &body);
@@ -143,7 +171,11 @@ fn without_control_plane(front: &Front, asked: &Asked, reason: &str) -> Response
         return response;
     }
     let message = format!("the control plane cannot be reached: {reason}");
-    refuse(StatusCode::SERVICE_UNAVAILABLE, "CONTROL_PLANE_UNAVAILABLE", &message)
+    let mut body = json!({"error": message, "code": "CONTROL_PLANE_UNAVAILABLE"});
+    if asked.changes() {
+        body["outcome"] = json!("did_not_happen");
+    }
+    super::probes::json_response(StatusCode::SERVICE_UNAVAILABLE, &body)
 }
 
 /// What the snapshot in use says about a read.

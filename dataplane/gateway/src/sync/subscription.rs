@@ -180,7 +180,7 @@ fn describe(status: &Status) -> String {
     }
 }
 
-/// What this gateway still runs on workers that drain.
+/// What this gateway still runs on workers that are out of rotation: draining, or cordoned.
 #[derive(Debug, Default, PartialEq)]
 struct Drains {
     revision: u64,
@@ -191,15 +191,15 @@ struct Drains {
 
 impl Drains {
     fn of(table: &RoutingTable) -> Self {
-        let draining = || table.snapshot.workers.values().filter(|worker| worker.intent == Intent::Draining);
+        let out = || table.snapshot.workers.values().filter(|worker| worker.intent != Intent::Active);
         let runs = |worker: &&Arc<Worker>| table.runtimes_of(worker).any(|(runtime, _)| runtime.load() > 0);
-        let mut busy: Vec<WorkerId> = draining().filter(runs).map(|worker| worker.id).take(MAX_BUSY + 1).collect();
+        let mut busy: Vec<WorkerId> = out().filter(runs).map(|worker| worker.id).take(MAX_BUSY + 1).collect();
         let more = busy.len() > MAX_BUSY;
         busy.truncate(MAX_BUSY);
-        Self { revision: table.snapshot.revision, draining: draining().count(), busy, more }
+        Self { revision: table.snapshot.revision, draining: out().count(), busy, more }
     }
 
-    /// Whether nobody drains.
+    /// Whether nobody is out of rotation.
     fn is_nothing(&self) -> bool {
         self.draining == 0
     }

@@ -16,6 +16,7 @@ mod limits;
 mod model;
 mod properties;
 mod reopening;
+mod restoring;
 mod snapshots;
 mod storage_errors;
 

@@ -55,7 +55,7 @@ async fn the_log_behaves_like_a_vector() {
     let operations = if std::env::var_os("SMG_SOAK").is_some() { 100_000 } else { 20_000 };
     let directory = fast_directory();
     let path = directory.path().join("log");
-    database::create(&path, &pb::NodeIdentity::default()).unwrap();
+    database::create(&path, &pb::NodeIdentity::default(), &[]).unwrap();
     let (mut log, mut writer) = open_log(&path);
     let (mut choices, mut model) = (Choices::fresh(), Model { term: 1, ..Model::default() });
     for _ in 0..operations {

@@ -19,6 +19,9 @@ pub fn worker_info(worker: &Worker) -> Value {
     spec.labels = worker.labels();
     spec.models = worker.models().to_vec();
     spec.runtime = worker.runtime();
+    spec.kv_connector = worker.kv_connector().map(str::to_owned);
+    spec.kv_role = worker.kv_role().map(str::to_owned);
+    spec.kv_engine_id = worker.kv_engine_id().map(str::to_owned);
     if let Ok(Value::Object(fields)) = serde_json::to_value(&spec) {
         info.extend(fields);
     }
@@ -90,7 +93,7 @@ pub fn runs_undeclared_passthrough(worker: &Worker) -> bool {
     worker.facts.is_some()
         && worker.spec.worker_type == WorkerType::Prefill
         && worker.runtime() == Runtime::Vllm
-        && worker.spec.kv_connector.is_none()
+        && worker.kv_connector().is_none()
 }
 
 /// Whether the last job of the worker failed.
@@ -115,7 +118,7 @@ mod tests {
         Worker {
             id: WorkerId(Uuid::from_u128(7)),
             spec,
-            facts: Some(Facts { wire: Wire::Http, runtime: Runtime::Vllm, labels, models, http2: false }),
+            facts: Some(Facts { wire: Wire::Http, runtime: Runtime::Vllm, labels, models, ..Facts::default() }),
             health: Health::Ready,
             intent: Intent::Active,
             origin: Origin::Api,

@@ -117,7 +117,7 @@ fn transport(worker: &Worker) -> Option<String> {
         Some(label.to_lowercase()).filter(|label| !label.is_empty())
     };
     match worker.runtime() {
-        Runtime::Vllm => worker.spec.kv_connector.as_deref().map(|connector| {
+        Runtime::Vllm => worker.kv_connector().map(|connector| {
             let family = connector_transport(connector);
             match (family.as_str(), worker.label("moriio_mode").map(|mode| mode.trim().to_lowercase())) {
                 ("moriio", Some(mode)) if mode == "read" || mode == "write" => format!("moriio-{mode}"),

@@ -251,6 +251,9 @@ pub fn facts_to_pb(facts: &Facts) -> pb::Facts {
         labels: facts.labels.clone(),
         models: facts.models.iter().map(card_to_pb).collect(),
         http2: facts.http2,
+        kv_connector: facts.kv_connector.clone(),
+        kv_role: facts.kv_role.clone(),
+        kv_engine_id: facts.kv_engine_id.clone(),
     }
 }
 
@@ -265,6 +268,9 @@ pub fn facts_from_pb(facts: pb::Facts) -> Result<Facts, WireError> {
         labels: facts.labels,
         models: facts.models.into_iter().map(card_from_pb).collect::<Result<_, _>>()?,
         http2: facts.http2,
+        kv_connector: facts.kv_connector,
+        kv_role: facts.kv_role,
+        kv_engine_id: facts.kv_engine_id,
     })
 }
 

@@ -408,6 +408,12 @@ pub struct Facts {
     pub models: Vec<ModelCard>,
     /// Whether the engine speaks HTTP/2 without TLS.
     pub http2: bool,
+    /// The engine's KV connector; vLLM over gRPC says it.
+    pub kv_connector: Option<String>,
+    /// Its part in the transfer.
+    pub kv_role: Option<String>,
+    /// The id by which other engines know it; another one after each start unless the operator of the engine pinned it.
+    pub kv_engine_id: Option<String>,
 }
 
 /// An asynchronous change to a worker.
@@ -502,6 +508,24 @@ impl Worker {
             (Runtime::Unspecified, Some(facts)) => facts.runtime,
             (declared, _) => declared,
         }
+    }
+
+    /// vLLM's KV connector: declared, else reported.
+    pub fn kv_connector(&self) -> Option<&str> {
+        let reported = || self.facts.as_ref().and_then(|facts| facts.kv_connector.as_deref());
+        self.spec.kv_connector.as_deref().or_else(reported)
+    }
+
+    /// vLLM's KV role: declared, else reported.
+    pub fn kv_role(&self) -> Option<&str> {
+        let reported = || self.facts.as_ref().and_then(|facts| facts.kv_role.as_deref());
+        self.spec.kv_role.as_deref().or_else(reported)
+    }
+
+    /// vLLM's KV engine id: declared, else reported. A restart of the engine may change it.
+    pub fn kv_engine_id(&self) -> Option<&str> {
+        let reported = || self.facts.as_ref().and_then(|facts| facts.kv_engine_id.as_deref());
+        self.spec.kv_engine_id.as_deref().or_else(reported)
     }
 
     /// One label: the operator's, else the engine's.

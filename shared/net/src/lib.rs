@@ -9,6 +9,7 @@
 //! * [`spawn`]: named background tasks.
 
 pub mod backoff;
+pub mod engine;
 pub mod memory;
 pub mod mutual;
 pub mod patience;

@@ -12,7 +12,9 @@ use smg_fleet::{Facts, Runtime, Wire, WorkerSpec};
 use tokio::time::{Instant, sleep};
 
 use super::facts::{self, ListedModel};
+use super::grpc_facts;
 use crate::probe::client::{Answer, ProbeClient, ProbeError};
+use crate::probe::engine::Address;
 
 /// Attempts of one call while the engine cannot be reached.
 const ATTEMPTS: u32 = 3;
@@ -34,16 +36,86 @@ impl Default for Budget {
     }
 }
 
-/// One engine and how to ask it.
-pub(super) struct Engine<'a> {
-    pub client: &'a ProbeClient,
-    pub spec: &'a WorkerSpec,
-    pub budget: Budget,
+/// Everything that can be learned of an engine, whatever it speaks. `whole`: see [`super::facts`].
+///
+/// # Errors
+/// When an engine that speaks gRPC does not say what must be known. One that speaks HTTP may say nothing.
+pub(super) async fn facts(
+    client: &ProbeClient,
+    spec: &WorkerSpec,
+    budget: Budget,
+    whole: bool,
+) -> Result<Facts, String> {
+    match smg_fleet::WorkerUrl::parse(&spec.url).map(|url| url.scheme().wire()) {
+        Ok(Wire::Grpc) => grpc(client, spec, budget, whole).await,
+        _ => Ok(Engine { client, spec, budget }.facts().await),
+    }
+}
+
+/// What an engine says over gRPC. What it says of its model must be known; without the rest it can be served, but
+/// pairing and admission know less.
+async fn grpc(client: &ProbeClient, spec: &WorkerSpec, budget: Budget, whole: bool) -> Result<Facts, String> {
+    let at = Address { url: &spec.url, key: spec.api_key.as_deref(), limit: budget.call };
+    let engines = client.engines();
+    let asked = |what: &str, error: ProbeError| format!("{} was asked for its {what} in vain: {error}", spec.url);
+    let runtime = match spec.runtime {
+        Runtime::Unspecified => {
+            engines.detect(at, Runtime::Unspecified).await.map_err(|error| asked("health", error))?
+        }
+        declared => declared,
+    };
+    let model = persistent(budget, || engines.model_info(at, runtime)).await;
+    let model = model.map_err(|error| asked("model", error))?;
+    let server = match persistent(budget, || engines.server_info(at, runtime)).await {
+        Ok(server) => server,
+        Err(error) if whole => return Err(asked("arguments", error)),
+        Err(error) => {
+            tracing::warn!(
+                target: "smg", worker = spec.url, %error,
+                "the engine does not say how it was started: its KV transport, layout and running window are not known"
+            );
+            None
+        }
+    };
+    let said = grpc_facts::said(model.as_ref(), server.as_ref());
+    let mut merged = said.labels.clone();
+    merged.extend(spec.labels.clone());
+    Ok(Facts {
+        wire: Wire::Grpc,
+        runtime,
+        models: facts::cards(&merged, &[]),
+        labels: said.labels,
+        http2: true,
+        kv_connector: said.kv_connector,
+        kv_role: said.kv_role,
+        kv_engine_id: said.kv_engine_id,
+    })
+}
+
+/// A call, repeated while the connection fails.
+async fn persistent<T, Call>(budget: Budget, call: impl Fn() -> Call) -> Result<T, ProbeError>
+where
+    Call: Future<Output = Result<T, ProbeError>>,
+{
+    for _ in 1..ATTEMPTS {
+        match call().await {
+            Err(ProbeError::Transport(_)) => sleep(budget.pause).await,
+            answer => return answer,
+        }
+    }
+    call().await
+}
+
+/// One engine that speaks HTTP and how to ask it.
+struct Engine<'a> {
+    client: &'a ProbeClient,
+    spec: &'a WorkerSpec,
+    budget: Budget,
 }
 
 impl Engine<'_> {
     /// Everything that can be learned.
-    pub async fn facts(&self) -> Facts {
+    async fn facts(&self) -> Facts {
         let runtime = match self.spec.runtime {
             Runtime::Unspecified => self.detect().await,
             declared => declared,
@@ -65,7 +137,7 @@ impl Engine<'_> {
         };
         let mut merged = labels.clone();
         merged.extend(self.spec.labels.clone());
-        Facts { wire: Wire::Http, runtime, labels, models: facts::cards(&merged, &models), http2: false }
+        Facts { wire: Wire::Http, runtime, labels, models: facts::cards(&merged, &models), ..Facts::default() }
     }
 
     async fn detect(&self) -> Runtime {

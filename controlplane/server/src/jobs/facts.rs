@@ -143,7 +143,8 @@ fn scalar(value: &Value) -> Option<String> {
     bounded(&text)
 }
 
-fn bounded(text: &str) -> Option<String> {
+/// A text that may become a label's value.
+pub(super) fn bounded(text: &str) -> Option<String> {
     let fits = !text.is_empty() && text.len() <= MAX_LABEL_VALUE_BYTES && !text.chars().any(char::is_control);
     fits.then(|| text.to_owned())
 }

@@ -26,6 +26,7 @@ use crate::writer::{Write, Writer};
 
 mod discover;
 mod facts;
+mod grpc_facts;
 mod support;
 mod task;
 #[cfg(test)]
@@ -33,9 +34,18 @@ mod tests;
 
 pub use discover::Budget;
 
-/// Everything that can be learned of an engine, within `budget`.
-pub(crate) async fn facts(client: &ProbeClient, spec: &smg_fleet::WorkerSpec, budget: Budget) -> smg_fleet::Facts {
-    discover::Engine { client, spec, budget }.facts().await
+/// Everything that can be learned of an engine, within `budget`. `whole` = an engine that speaks gRPC must also say how it
+/// was started, or it has said nothing.
+///
+/// # Errors
+/// When it does not say what must be known; the message says what.
+pub(crate) async fn facts(
+    client: &ProbeClient,
+    spec: &smg_fleet::WorkerSpec,
+    budget: Budget,
+    whole: bool,
+) -> Result<smg_fleet::Facts, String> {
+    discover::facts(client, spec, budget, whole).await
 }
 
 /// How patient jobs are; how long registration may take and how often it probes are the fleet's settings.

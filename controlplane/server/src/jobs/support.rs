@@ -1,7 +1,7 @@
 //! Which workers this version can serve. A worker it cannot is accepted like any other; its registration fails with the reason. Pure.
 
 use smg_fleet::url::Scheme;
-use smg_fleet::{Runtime, WorkerSpec, WorkerType, WorkerUrl};
+use smg_fleet::{Runtime, Wire, Worker, WorkerSpec, WorkerType, WorkerUrl};
 
 /// Why registration must fail; `None` when the engine decides.
 pub(super) fn unsupported(spec: &WorkerSpec) -> Option<String> {
@@ -12,13 +12,12 @@ pub(super) fn unsupported(spec: &WorkerSpec) -> Option<String> {
     let role = spec.worker_type;
     match url.scheme() {
         Scheme::Http | Scheme::Https => {}
+        // Whatever engine it is: what has no handoff there is refused when it is asked for one.
+        Scheme::Grpc | Scheme::Grpcs => return None,
         Scheme::Ipc if role != WorkerType::Regular => {
             return Some(format!("an ipc:// worker cannot be a {role} worker: the ZMQ wire has no KV handoff"));
         }
         Scheme::Ipc => return Some("ipc:// workers are not supported by this version".to_owned()),
-        Scheme::Grpc | Scheme::Grpcs => {
-            return Some("gRPC workers are not supported by this version: use the engine's HTTP server".to_owned());
-        }
     }
     let is_leg = matches!(role, WorkerType::Prefill | WorkerType::Decode);
     if is_leg && matches!(spec.runtime, Runtime::Trtllm | Runtime::Mlx | Runtime::Tokenspeed) {
@@ -30,20 +29,27 @@ pub(super) fn unsupported(spec: &WorkerSpec) -> Option<String> {
     None
 }
 
-/// The bootstrap port that partners of this prefill are handed: the registered one, else Mooncake's default on vLLM.
-pub(super) fn bootstrap_port(spec: &WorkerSpec, runtime: Runtime) -> Option<u16> {
+/// The bootstrap port that partners of this prefill are handed: the registered one, else the default for Mooncake on vLLM
+/// and for every engine that meets its partners over gRPC.
+pub(super) fn bootstrap_port(worker: &Worker) -> Option<u16> {
+    let spec = &worker.spec;
     if spec.worker_type != WorkerType::Prefill {
         return None;
     }
-    if runtime != Runtime::Vllm {
-        return spec.bootstrap_port;
+    match worker.runtime() {
+        Runtime::Vllm => {
+            let connector = smg_fleet::pairing::connector_transport(worker.kv_connector()?);
+            (connector == "mooncake").then(|| spec.bootstrap_port.unwrap_or(DEFAULT_PORT))
+        }
+        Runtime::Sglang | Runtime::Tokenspeed if worker.wire() == Wire::Grpc => {
+            Some(spec.bootstrap_port.unwrap_or(DEFAULT_PORT))
+        }
+        _ => spec.bootstrap_port,
     }
-    let connector = smg_fleet::pairing::connector_transport(spec.kv_connector.as_deref()?);
-    (connector == "mooncake").then(|| spec.bootstrap_port.unwrap_or(DEFAULT_MOONCAKE_PORT))
 }
 
-/// Where vLLM's Mooncake bootstrap server listens unless told otherwise.
-const DEFAULT_MOONCAKE_PORT: u16 = 8998;
+/// Where bootstrap servers listen unless told otherwise.
+const DEFAULT_PORT: u16 = 8998;
 
 #[cfg(test)]
 mod tests {
@@ -57,8 +63,6 @@ mod tests {
             ("ipc:///tmp/d", WorkerType::Decode, Runtime::Vllm, "cannot be a decode"),
             ("ipc:///tmp/e", WorkerType::Encode, Runtime::Vllm, "cannot be a encode"),
             ("ipc:///tmp/r", WorkerType::Regular, Runtime::Vllm, "not supported"),
-            ("grpc://h:1", WorkerType::Prefill, Runtime::Vllm, "gRPC"),
-            ("grpcs://h:1", WorkerType::Regular, Runtime::Vllm, "gRPC"),
             ("http://h:1", WorkerType::Prefill, Runtime::Trtllm, "trtllm"),
             ("http://h:1", WorkerType::Decode, Runtime::Mlx, "mlx"),
             ("http://h:1", WorkerType::Decode, Runtime::Tokenspeed, "tokenspeed"),
@@ -68,24 +72,45 @@ mod tests {
             assert!(message.contains(reason), "{url}: {message}");
         }
         assert_eq!(unsupported(&spec("http://h:1", WorkerType::Regular, Runtime::Trtllm)), None);
+        assert_eq!(unsupported(&spec("grpc://h:1", WorkerType::Decode, Runtime::Tokenspeed)), None);
+        assert_eq!(unsupported(&spec("grpcs://h:1", WorkerType::Prefill, Runtime::Unspecified)), None);
         assert_eq!(unsupported(&spec("http://h:1", WorkerType::Prefill, Runtime::Unspecified)), None);
+    }
+
+    fn worker(spec: &WorkerSpec, runtime: Runtime) -> Worker {
+        Worker {
+            id: smg_fleet::WorkerId(uuid::Uuid::nil()),
+            spec: WorkerSpec { runtime, ..spec.clone() },
+            facts: None,
+            health: smg_fleet::Health::Ready,
+            intent: smg_fleet::Intent::Active,
+            origin: smg_fleet::Origin::Api,
+            job: None,
+            create_revision: 1,
+            mod_revision: 1,
+        }
     }
 
     #[test]
     fn the_bootstrap_port_is_the_one_that_partners_are_handed() {
         let mut spec = WorkerSpec::new("http://h:1", WorkerType::Prefill);
-        assert_eq!(bootstrap_port(&spec, Runtime::Sglang), None);
-        assert_eq!(bootstrap_port(&spec, Runtime::Vllm), None);
+        let port = |spec: &WorkerSpec, runtime| bootstrap_port(&worker(spec, runtime));
+        assert_eq!(port(&spec, Runtime::Sglang), None);
+        assert_eq!(port(&spec, Runtime::Vllm), None);
         spec.kv_connector = Some("MooncakeConnector".into());
-        assert_eq!(bootstrap_port(&spec, Runtime::Vllm), Some(8998));
+        assert_eq!(port(&spec, Runtime::Vllm), Some(8998));
         spec.bootstrap_port = Some(9000);
-        assert_eq!(bootstrap_port(&spec, Runtime::Vllm), Some(9000));
-        assert_eq!(bootstrap_port(&spec, Runtime::Sglang), Some(9000));
+        assert_eq!(port(&spec, Runtime::Vllm), Some(9000));
+        assert_eq!(port(&spec, Runtime::Sglang), Some(9000));
         spec.kv_connector = Some("NixlConnector".into());
-        assert_eq!(bootstrap_port(&spec, Runtime::Vllm), None);
+        assert_eq!(port(&spec, Runtime::Vllm), None);
         spec.kv_connector = Some("MooncakeStoreConnector".into());
-        assert_eq!(bootstrap_port(&spec, Runtime::Vllm), None);
+        assert_eq!(port(&spec, Runtime::Vllm), None);
         spec.worker_type = WorkerType::Decode;
-        assert_eq!(bootstrap_port(&spec, Runtime::Sglang), None);
+        assert_eq!(port(&spec, Runtime::Sglang), None);
+        let spec = WorkerSpec::new("grpc://h:1", WorkerType::Prefill);
+        assert_eq!(port(&spec, Runtime::Sglang), Some(8998));
+        assert_eq!(port(&spec, Runtime::Tokenspeed), Some(8998));
+        assert_eq!(port(&spec, Runtime::Vllm), None);
     }
 }

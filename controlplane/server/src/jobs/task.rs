@@ -6,7 +6,8 @@ use std::time::Duration;
 use smg_fleet::info::runs_undeclared_passthrough;
 use smg_fleet::policy::Probe;
 use smg_fleet::{
-    Facts, Health, Job, JobKind, JobStatus, Origin, Revision, Settings, Worker, WorkerId, WorkerSpec, WorkerUrl,
+    Facts, Health, Job, JobKind, JobStatus, Origin, Revision, Runtime, Settings, Worker, WorkerId, WorkerSpec,
+    WorkerUrl,
 };
 use smg_state::Command;
 use smg_store::StoreError;
@@ -15,8 +16,8 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::discover::Engine;
 use super::{Shared, support};
+use crate::probe::engine::{Address, speaks_grpc};
 use crate::writer::{Write, WriteError};
 
 /// Pause before a command is tried again that the store did not take.
@@ -120,7 +121,7 @@ impl Shared {
         self.wait_for_health(spec, &settings, progress).await?;
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
-        Ok(Engine { client: &self.client, spec, budget: self.timing.discovery }.facts().await)
+        super::facts(&self.client, spec, self.timing.discovery, false).await
     }
 
     async fn wait_for_health(
@@ -154,11 +155,25 @@ impl Shared {
         const FALLBACK: &str = "/health";
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
+        if speaks_grpc(&spec.url) {
+            return self.probe_engine(spec, probe).await;
+        }
         let first = self.probe_endpoint(spec, probe, &probe.endpoint).await;
         if first.is_err() && probe.endpoint != FALLBACK && self.probe_endpoint(spec, probe, FALLBACK).await.is_ok() {
             return Ok(());
         }
         first
+    }
+
+    /// One health check over gRPC, of whatever engine answers unless it is declared.
+    async fn probe_engine(&self, spec: &WorkerSpec, probe: &Probe) -> Result<(), String> {
+        let limit = self.secs(probe.timeout_secs);
+        let at = Address { url: &spec.url, key: spec.api_key.as_deref(), limit };
+        let answer = match spec.runtime {
+            Runtime::Unspecified => self.client.engines().detect(at, Runtime::Unspecified).await.map(|_| ()),
+            declared => self.client.engines().health(at, declared).await,
+        };
+        answer.map_err(|error| format!("health check of {} failed: {error}", spec.url))
     }
 
     async fn probe_endpoint(&self, spec: &WorkerSpec, probe: &Probe, endpoint: &str) -> Result<(), String> {
@@ -196,7 +211,13 @@ impl Shared {
     }
 
     async fn check_bootstrap(&self, worker: &Worker) {
-        let Some(port) = support::bootstrap_port(&worker.spec, worker.runtime()) else { return };
+        let Some(port) = support::bootstrap_port(worker) else { return };
+        if let Some(told) = worker.label("disaggregation_bootstrap_port").filter(|told| *told != port.to_string()) {
+            tracing::warn!(
+                target: "smg", worker = worker.spec.url, port, told,
+                "decode workers are sent to another bootstrap port than the engine says it has: register it with bootstrap_port"
+            );
+        }
         let Ok(url) = WorkerUrl::parse(&worker.spec.url) else { return };
         let host = url.host().trim_start_matches('[').trim_end_matches(']');
         let reason = match timeout(self.timing.bootstrap, TcpStream::connect((host, port))).await {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mock_engine::{Connector, Engine, MockEngine, Role};
+use mock_engine::{CallFault, Connector, Engine, MockEngine, Role};
 use serde_json::{Value, json};
 use smg_fleet::{Health, JobKind, JobStatus, PolicyDocument, Runtime, WorkerId, WorkerSpec, WorkerType};
 use smg_store::{ClusterStore, Leadership};
@@ -27,6 +27,15 @@ async fn failed(plane: &Plane, id: WorkerId) -> String {
     };
     let state = plane.until("failed", is_failed).await;
     state.worker(id).unwrap().job.clone().unwrap().message.unwrap()
+}
+
+/// Waits until the job of a worker says why it is not done.
+async fn says(plane: &Plane, id: WorkerId, reason: &str) {
+    let said = |state: &smg_state::State| {
+        let job = state.worker(id).and_then(|worker| worker.job.as_ref());
+        job.and_then(|job| job.message.as_ref()).is_some_and(|message| message.contains(reason))
+    };
+    plane.until(reason, said).await;
 }
 
 #[tokio::test]
@@ -112,6 +121,84 @@ async fn engines_that_behave_like_the_real_ones_are_recognised_by_themselves() {
 }
 
 #[tokio::test]
+async fn engines_that_speak_grpc_are_recognised_by_the_health_check_they_answer() {
+    let plane = Plane::start();
+    let start = |engine, role| MockEngine::builder().engine(engine).role(role).model("m").grpc();
+    let nixl = start(Engine::Vllm, Role::Prefill).connector(Connector::Nixl).engine_id("e").max_running(8);
+    let nixl = nixl.start().await.unwrap();
+    let id = plane.register(spec(&nixl.url(), "prefill")).await;
+    let shown = plane.get(&format!("/workers/{id}")).await.body;
+    assert_eq!((&shown["runtime_type"], &shown["connection_mode"]), (&json!("vllm"), &json!("grpc")));
+    assert_eq!(
+        (&shown["kv_connector"], &shown["kv_role"], &shown["kv_engine_id"]),
+        (&json!("NixlConnector"), &json!("kv_producer"), &json!("e"))
+    );
+    assert_eq!(shown["pd_pairing"], "vllm/nixl/dtype=auto,page=128,attn=flash_attn,model=torch.bfloat16");
+    assert!(shown["labels"].get("kv_connector").is_none() && shown["labels"].get("version").is_none());
+    assert!(shown.get("warning").is_none(), "its connector is known");
+    assert_eq!((&shown["labels"]["max_num_seqs"], &shown["model_id"]), (&json!("8"), &json!("m")));
+    assert_eq!(shown["models"], json!([{"id": "m", "context_length": 131_072}]));
+
+    let sglang = start(Engine::Sglang, Role::Decode).max_running(16).default_sampling(r#"{"top_k":20}"#);
+    let sglang = sglang.start().await.unwrap();
+    let worker = plane.worker(plane.register(spec(&sglang.url(), "decode")).await);
+    assert_eq!((worker.runtime(), worker.kv_connector()), (Runtime::Sglang, None));
+    assert_eq!((worker.label("max_running_requests"), worker.label("page_size")), (Some("16"), Some("1")));
+    assert_eq!(worker.label("default_sampling_params_json"), Some(r#"{"top_k":20}"#));
+    assert!(worker.label("version").is_some() && worker.label("disaggregation_transfer_backend").is_some());
+
+    let tokenspeed = start(Engine::Tokenspeed, Role::Prefill).server_info("pairing_protocol", "mine");
+    let tokenspeed = tokenspeed.dp_size(4).start().await.unwrap();
+    let id = plane.register(spec(&tokenspeed.url(), "prefill")).await;
+    assert_eq!((plane.worker(id).runtime(), plane.worker(id).label("dp_size")), (Runtime::Tokenspeed, Some("4")));
+    assert_eq!(plane.get(&format!("/workers/{id}")).await.body["pd_pairing"], "mine");
+}
+
+#[tokio::test]
+async fn what_is_declared_for_a_grpc_worker_wins_over_what_it_says() {
+    let plane = Plane::start();
+    let engine = MockEngine::builder().engine(Engine::Vllm).connector(Connector::Mooncake).api_key("k").grpc();
+    let engine = engine.start().await.unwrap();
+    let mut body = spec(&engine.url(), "prefill");
+    body["api_key"] = json!("k");
+    body["runtime_type"] = json!("vllm");
+    body["kv_engine_id"] = json!("mine");
+    body["labels"] = json!({"page_size": "16", "served_model_name": "renamed"});
+    let worker = plane.worker(plane.register(body).await);
+    assert_eq!((worker.kv_connector(), worker.kv_engine_id()), (Some("MooncakeConnector"), Some("mine")));
+    assert_eq!((worker.label("page_size"), worker.model_id()), (Some("16"), "renamed"));
+    assert_eq!(engine.call_count("HealthCheck"), engine.call_count("GetModelInfo"), "it is not detected");
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_say_its_model_is_not_registered_and_one_that_says_no_more_is() {
+    let plane = Plane::start();
+    let engine = MockEngine::builder().engine(Engine::Sglang).grpc().start().await.unwrap();
+    let silent = |method| CallFault::method(method).refuse(tonic::Code::Internal, "no");
+    engine.set_call_fault(silent("GetServerInfo"));
+    let worker = plane.worker(plane.register(spec(&engine.url(), "regular")).await);
+    assert_eq!((worker.model_id(), worker.label("version")), ("m", None));
+    let other = MockEngine::builder().engine(Engine::Sglang).grpc().start().await.unwrap();
+    other.set_call_fault(silent("GetModelInfo"));
+    let message = failed(&plane, accept(&plane, spec(&other.url(), "regular")).await).await;
+    assert!(message.contains("model") && message.contains("Internal"), "{message}");
+}
+
+#[tokio::test]
+async fn an_engine_that_speaks_grpc_is_waited_for_until_it_is_well() {
+    let plane = Plane::start();
+    let engine = MockEngine::builder().engine(Engine::Tokenspeed).grpc().start().await.unwrap();
+    engine.set_healthy(false);
+    let id = accept(&plane, spec(&engine.url(), "regular")).await;
+    says(&plane, id, "not healthy").await;
+    engine.set_healthy(true);
+    plane.until("registered", |state| state.worker(id).is_some_and(|worker| worker.facts.is_some())).await;
+    let http = FakeEngine::start().await;
+    let id = accept(&plane, spec(&http.url.replacen("http", "grpc", 1), "regular")).await;
+    says(&plane, id, "health check").await;
+}
+
+#[tokio::test]
 async fn an_engine_is_asked_with_its_own_key() {
     let (plane, engine) = (Plane::start(), FakeEngine::vllm().await);
     let mut body = spec(&engine.url, "regular");
@@ -181,7 +268,6 @@ async fn what_this_version_cannot_serve_is_accepted_and_fails_with_the_reason() 
         (json!({"url": "http://127.0.0.1:9", "worker_type": "prefill", "runtime_type": "trtllm"}), "trtllm"),
         (json!({"url": "http://127.0.0.1:10", "worker_type": "decode", "runtime_type": "mlx"}), "mlx"),
         (json!({"url": "http://127.0.0.1:11", "worker_type": "decode", "runtime": "tokenspeed"}), "tokenspeed"),
-        (json!({"url": "grpc://127.0.0.1:12", "worker_type": "decode"}), "gRPC"),
     ];
     for (body, reason) in cases {
         let id = accept(&plane, body).await;

@@ -1,9 +1,8 @@
-//! The HTTP client that talks to engines on behalf of the control plane.
+//! The HTTP client that talks to engines on behalf of the control plane. Its gRPC counterpart is [`EngineClient`].
 //!
 //! Engines are not trusted: a call has one deadline for everything, bodies are capped, redirects are not followed, and each call has its
 //! own connection, since whether the engine accepts one is what a probe asks.
 
-use std::error::Error;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,9 +12,12 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use smg_net::engine::root_cause;
 use smg_net::tls::{ClientConfig, WorkerConnector, worker_connector};
 use thiserror::Error;
 use tokio::time::timeout;
+
+use super::engine::EngineClient;
 
 /// Largest body that is read, in bytes.
 pub const MAX_BODY_BYTES: usize = 1024 * 1024;
@@ -35,6 +37,12 @@ pub enum ProbeError {
     /// The connection was refused, cut, or carried something that is not HTTP.
     #[error("{0}")]
     Transport(String),
+    /// Over gRPC: it answered with an error.
+    #[error("it answered {0:?}: {1}")]
+    Status(tonic::Code, String),
+    /// Over gRPC: it says that it is not well.
+    #[error("it says that it is not healthy: {0}")]
+    Unhealthy(String),
 }
 
 /// An engine's answer.
@@ -50,6 +58,7 @@ pub struct Answer {
 #[derive(Debug, Clone)]
 pub struct ProbeClient {
     client: Client<WorkerConnector, Empty<Bytes>>,
+    engines: EngineClient,
 }
 
 impl Default for ProbeClient {
@@ -63,7 +72,12 @@ impl ProbeClient {
     pub fn new(tls: Option<&ClientConfig>) -> Self {
         let connector = worker_connector(HttpConnector::new(), tls);
         let client = Client::builder(TokioExecutor::new()).pool_max_idle_per_host(0).build(connector);
-        Self { client }
+        Self { client, engines: EngineClient::new(tls) }
+    }
+
+    /// The client for engines that speak gRPC.
+    pub fn engines(&self) -> &EngineClient {
+        &self.engines
     }
 
     /// The status of a GET; the body is not read.
@@ -102,13 +116,4 @@ impl ProbeClient {
         let request = request.body(Empty::new()).map_err(|error| ProbeError::Request(error.to_string()))?;
         self.client.request(request).await.map_err(|error| ProbeError::Transport(root_cause(&error)))
     }
-}
-
-/// The innermost error: the outer ones only say that a client failed.
-fn root_cause(error: &(dyn Error + 'static)) -> String {
-    let mut cause = error;
-    while let Some(source) = cause.source() {
-        cause = source;
-    }
-    cause.to_string()
 }

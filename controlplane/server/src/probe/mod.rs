@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use smg_fleet::policy::Probe;
-use smg_fleet::{Facts, Health, Intent, Secret, Settings, Worker, WorkerId, WorkerType};
+use smg_fleet::{Facts, Health, Intent, Runtime, Secret, Settings, Worker, WorkerId, WorkerType};
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
 use tokio::sync::Semaphore;
@@ -21,12 +21,14 @@ use crate::jobs;
 use crate::writer::{Write, Writer};
 
 pub mod client;
+pub mod engine;
 pub mod judge;
 pub mod restart;
 #[cfg(test)]
 mod tests;
 
 use client::ProbeClient;
+use engine::{Address, ServerInfo, speaks_grpc};
 use judge::{Judge, PanicRule};
 use restart::{Attempts, Restarts};
 
@@ -62,6 +64,7 @@ impl Default for Timing {
 struct Target {
     url: String,
     key: Option<Secret>,
+    runtime: Runtime,
     worker_type: WorkerType,
     probe: Probe,
 }
@@ -122,6 +125,7 @@ fn targets(state: &State) -> BTreeMap<WorkerId, Target> {
         let target = Target {
             url: worker.spec.url.clone(),
             key: worker.spec.api_key.clone(),
+            runtime: worker.runtime(),
             worker_type: worker.spec.worker_type,
             probe: probe.for_worker(&worker.spec.health),
         };
@@ -140,18 +144,22 @@ impl Shared {
         let interval = self.secs(target.probe.check_interval_secs);
         sleep(interval.min(self.timing.spread).mul_f64(rand::random())).await;
         let (mut judge, mut restarts, mut attempts) = (Judge::default(), Restarts::default(), Attempts::default());
+        let mut unconfirmed = false;
         loop {
             let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
             let verdict = if target.probe.disabled {
                 (worker.health != Health::Ready).then_some(Health::Ready)
             } else {
                 let succeeded = self.probe(&target).await;
-                if succeeded && restarts.observe(self.start_time(&target).await) {
+                if succeeded && self.has_restarted(&worker, &target, &mut restarts).await {
                     self.note_restart(&worker);
                     attempts = Attempts::after_restart();
                 }
                 judge.observe(worker.health, succeeded, &target.probe)
             };
+            if unconfirmed && !attempts.are_due() {
+                attempts = Attempts::after_restart();
+            }
             // What the engine said of itself may be wrong by now: it is asked before it gets traffic (again).
             let returns = verdict == Some(Health::Ready) && !target.probe.disabled;
             let facts = if returns || attempts.are_due() { self.ask(&worker, &mut attempts).await } else { None };
@@ -169,6 +177,7 @@ impl Shared {
                     }
                 }
                 attempts = Attempts::default();
+                unconfirmed = false;
             } else if let Some(verdict) = verdict
                 && self.may_commit(id, worker.health, verdict, interval)
             {
@@ -177,6 +186,8 @@ impl Shared {
                     Ok(_) => {
                         health = verdict;
                         attempts = Attempts::default();
+                        // It is back with what was known of it: it is asked until it says whether that still holds.
+                        unconfirmed |= returns && worker.kv_connector().is_some() && speaks_grpc(&target.url);
                         tracing::info!(target: "smg", worker = target.url, from = %worker.health, to = %verdict, "worker health changed");
                     }
                     Err(error) => {
@@ -193,16 +204,48 @@ impl Shared {
     async fn probe(&self, target: &Target) -> bool {
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
-        let url = format!("{}{}", target.url, target.probe.endpoint);
-        let answer = self.client.status(&url, target.key.as_deref(), self.secs(target.probe.timeout_secs)).await;
-        let succeeded = answer.as_ref().is_ok_and(|status| status.is_success());
-        if !succeeded {
-            let reason = answer.map_or_else(|error| error.to_string(), |status| format!("it answered {status}"));
-            tracing::debug!(target: "smg", url, reason, "a health probe failed");
+        let answer = if speaks_grpc(&target.url) {
+            self.client.engines().health(self.address(target), target.runtime).await.map_err(|error| error.to_string())
+        } else {
+            let url = format!("{}{}", target.url, target.probe.endpoint);
+            match self.client.status(&url, target.key.as_deref(), self.secs(target.probe.timeout_secs)).await {
+                Ok(status) if status.is_success() => Ok(()),
+                Ok(status) => Err(format!("it answered {status}")),
+                Err(error) => Err(error.to_string()),
+            }
+        };
+        let succeeded = answer.is_ok();
+        if let Err(reason) = answer {
+            tracing::debug!(target: "smg", worker = target.url, reason, "a health probe failed");
         }
         let result = if succeeded { "success" } else { "failure" };
         self.metrics.worker_health_checks.with_label_values(&[target.worker_type.as_str(), result]).inc();
         succeeded
+    }
+
+    fn address<'a>(&self, target: &'a Target) -> Address<'a> {
+        Address { url: &target.url, key: target.key.as_deref(), limit: self.secs(target.probe.timeout_secs) }
+    }
+
+    /// Whether the engine is another process than last time, as far as it says.
+    async fn has_restarted(&self, worker: &Worker, target: &Target, restarts: &mut Restarts) -> bool {
+        if !speaks_grpc(&target.url) {
+            return restarts.observe(self.start_time(target).await);
+        }
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        let info = self.client.engines().server_info(self.address(target), target.runtime).await;
+        let started =
+            |uptime: f64| (uptime > 0.0).then(|| Duration::from_millis(smg_net::unix_millis()).as_secs_f64() - uptime);
+        match info {
+            Ok(Some(ServerInfo::Vllm(info))) => {
+                let had = worker.facts.as_ref().and_then(|facts| facts.kv_engine_id.as_deref());
+                restarts.observe_id(Some(&*info.kv_engine_id).filter(|id| !id.is_empty()), had)
+            }
+            Ok(Some(ServerInfo::Sglang(info))) => restarts.observe(started(info.uptime_seconds)),
+            Ok(Some(ServerInfo::TokenSpeed(info))) => restarts.observe(started(info.uptime_seconds)),
+            Ok(None) | Err(_) => false,
+        }
     }
 
     /// When the engine's process was started, by its own metrics; not every engine says so.
@@ -217,7 +260,7 @@ impl Shared {
     fn note_restart(&self, worker: &Worker) {
         self.metrics.worker_restarts.with_label_values(&[worker.spec.worker_type.as_str()]).inc();
         tracing::warn!(
-            target: "smg", worker = worker.spec.url, id = %worker.id, kv_engine_id = worker.spec.kv_engine_id,
+            target: "smg", worker = worker.spec.url, id = %worker.id, kv_engine_id = worker.kv_engine_id(),
             "the engine was started anew and is asked again what it is; a kv_engine_id given at registration is kept: \
              register the worker anew if the engine now has another one"
         );
@@ -228,7 +271,21 @@ impl Shared {
         attempts.note();
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
-        let facts = jobs::facts(&self.client, &worker.spec, self.timing.discovery).await;
+        let mut facts = match jobs::facts(&self.client, &worker.spec, self.timing.discovery, true).await {
+            Ok(facts) => facts,
+            Err(reason) => {
+                tracing::debug!(target: "smg", worker = worker.spec.url, reason, "the engine was asked in vain");
+                return None;
+            }
+        };
+        let before = worker.facts.as_ref().and_then(|facts| facts.kv_engine_id.clone());
+        match (&before, &facts.kv_engine_id) {
+            (Some(before), Some(now)) if before != now => {
+                tracing::info!(target: "smg", worker = worker.spec.url, before, now, "the engine has a new KV engine id");
+            }
+            (_, None) => facts.kv_engine_id = before,
+            _ => {}
+        }
         let known = worker.facts.as_ref().is_some_and(|facts| !facts.labels.is_empty() || !facts.models.is_empty());
         let says_nothing = facts.labels.is_empty() && facts.models.is_empty();
         (!(known && says_nothing)).then_some(facts)

@@ -10,9 +10,10 @@ const SAME_START_SECS: f64 = 1.5;
 const MOST: u32 = 3;
 
 /// The start times of one engine.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Restarts {
     known: Option<f64>,
+    id: Option<String>,
 }
 
 impl Restarts {
@@ -21,6 +22,17 @@ impl Restarts {
         let Some(start) = start else { return false };
         let anew = self.known.is_some_and(|known| (start - known).abs() > SAME_START_SECS);
         self.known = Some(start);
+        anew
+    }
+}
+
+impl Restarts {
+    /// Takes in the engine's id, which each start changes unless its operator pinned it. True if it is another one than
+    /// last time, or than the one it `had` when it is seen for the first time.
+    pub fn observe_id(&mut self, id: Option<&str>, had: Option<&str>) -> bool {
+        let Some(id) = id else { return false };
+        let anew = self.id.as_deref().or(had).is_some_and(|known| known != id);
+        self.id = Some(id.to_owned());
         anew
     }
 }
@@ -76,6 +88,15 @@ mod tests {
         let seen = [Some(100.0), Some(100.5), None, Some(100.0), Some(160.0), Some(160.0), Some(90.0)];
         let anew: Vec<bool> = seen.into_iter().map(|start| restarts.observe(start)).collect();
         assert_eq!(anew, [false, false, false, false, true, false, true]);
+    }
+
+    #[test]
+    fn another_id_is_a_restart() {
+        let mut restarts = Restarts::default();
+        let anew = [Some("a"), None, Some("a"), Some("b"), Some("b")].map(|id| restarts.observe_id(id, Some("a")));
+        assert_eq!(anew, [false, false, false, true, false]);
+        assert!(Restarts::default().observe_id(Some("b"), Some("a")));
+        assert!(!Restarts::default().observe_id(Some("b"), None));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use futures::future::join_all;
+use mock_engine::{CallFault, Connector, Engine, MockEngine, Role};
 use serde_json::{Value, json};
 use smg_fleet::{Health, WorkerId};
 
@@ -90,4 +91,61 @@ async fn the_prober_follows_the_configured_endpoint_and_key() {
     becomes(&plane, id, Health::Ready).await;
     plane.call("PATCH", &format!("/workers/{id}"), Some(json!({"api_key": "k2"}))).await;
     eventually("the new key", || engine.keys().contains(&Some("Bearer k2".to_owned()))).await;
+}
+
+async fn nixl_over_grpc() -> MockEngine {
+    let engine = MockEngine::builder().engine(Engine::Vllm).role(Role::Prefill).connector(Connector::Nixl).grpc();
+    engine.start().await.unwrap()
+}
+
+fn prefill(engine: &MockEngine) -> Value {
+    json!({"url": engine.url(), "worker_type": "prefill"})
+}
+
+#[tokio::test]
+async fn an_engine_that_speaks_grpc_says_itself_whether_it_is_well() {
+    let (plane, engine) = (quick().await, nixl_over_grpc().await);
+    let id = plane.register(prefill(&engine)).await;
+    engine.set_healthy(false);
+    becomes(&plane, id, Health::NotReady).await;
+    engine.set_healthy(true);
+    becomes(&plane, id, Health::Ready).await;
+}
+
+#[tokio::test]
+async fn an_engine_that_was_started_anew_has_its_new_id_before_it_gets_traffic_again() {
+    let (plane, engine) = (quick().await, nixl_over_grpc().await);
+    let id = plane.register(prefill(&engine)).await;
+    assert_eq!(plane.worker(id).kv_engine_id(), Some(&*engine.engine_id()));
+    engine.stop().await;
+    becomes(&plane, id, Health::NotReady).await;
+    engine.restart().await.unwrap();
+    let now = engine.engine_id();
+    let state = plane.until("ready", |state| state.worker(id).is_some_and(|w| w.health == Health::Ready)).await;
+    assert_eq!(state.worker(id).unwrap().kv_engine_id(), Some(&*now));
+}
+
+#[tokio::test]
+async fn an_engine_that_does_not_say_its_id_keeps_the_old_one_and_is_asked_until_it_does() {
+    let (plane, engine) = (quick().await, nixl_over_grpc().await);
+    let id = plane.register(prefill(&engine)).await;
+    let before = plane.worker(id).kv_engine_id().map(str::to_owned);
+    engine.stop().await;
+    becomes(&plane, id, Health::NotReady).await;
+    engine.set_call_fault(CallFault::method("GetServerInfo").refuse(tonic::Code::Internal, "no"));
+    engine.restart().await.unwrap();
+    becomes(&plane, id, Health::Ready).await;
+    assert_eq!(plane.worker(id).kv_engine_id().map(str::to_owned), before);
+    engine.clear_faults();
+    let now = engine.engine_id();
+    plane.until("confirmed", |state| state.worker(id).is_some_and(|w| w.kv_engine_id() == Some(&*now))).await;
+}
+
+#[tokio::test]
+async fn a_restart_between_two_probes_is_noticed_by_the_engines_id() {
+    let (plane, engine) = (quick().await, nixl_over_grpc().await);
+    let id = plane.register(prefill(&engine)).await;
+    engine.restart().await.unwrap();
+    let now = engine.engine_id();
+    plane.until("known", |state| state.worker(id).is_some_and(|w| w.kv_engine_id() == Some(&*now))).await;
 }

@@ -261,13 +261,13 @@ impl RoutedWorker {
         let shown = if record.dp_base_url().is_some() { dp_rank.map(|rank| url.clone().with_rank(rank)) } else { None };
         let url = shown.unwrap_or(url);
         let mooncake = MooncakePeer::resolve(
-            spec.kv_engine_id.as_deref(),
+            record.kv_engine_id(),
             record.label("dp_size"),
             dp_rank,
             &bootstrap_host,
             spec.bootstrap_port,
         );
-        let connector = Connector::classify(spec.kv_connector.as_deref());
+        let connector = Connector::classify(record.kv_connector());
         let moriio = (connector == Connector::Moriio)
             .then(|| moriio::Settings::read(|name| record.label(name), &bootstrap_host));
         let requests = metrics.worker_requests.with_label_values(&[url.as_str(), record.model_id()]);

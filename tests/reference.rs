@@ -16,8 +16,6 @@ enum Held {
 
 use Held::{By, NotHere};
 
-const GRPC: &str = "gRPC workers are not routed yet";
-
 /// One table: its heading, and its rows.
 type Table = (&'static str, &'static [(&'static str, Held)]);
 
@@ -27,7 +25,10 @@ const TABLES: &[Table] = &[
         &[
             ("SGLang", By("tests/serving.rs", "a_pair_answers_byte_for_byte_what_one_engine_answers")),
             ("vLLM", By("tests/serving.rs", "a_pair_that_hands_over_answers_byte_for_byte_what_one_engine_answers")),
-            ("TokenSpeed", NotHere(GRPC)),
+            (
+                "TokenSpeed",
+                By("tests/grpc.rs", "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not"),
+            ),
         ],
     ),
     (
@@ -75,7 +76,7 @@ const TABLES: &[Table] = &[
                     "a_vllm_prefill_without_a_declared_connector_is_warned_about_loudly_and_once",
                 ),
             ),
-            ("gRPC", NotHere(GRPC)),
+            ("gRPC", By("tests/grpc.rs", "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not")),
         ],
     ),
     (
@@ -222,10 +223,22 @@ const TABLES: &[Table] = &[
             ("moriio_request_id_reserved", By("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")),
             ("moriio_route_unsupported", By("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")),
             ("moriio_handoff_invalid", By("tests/moriio.rs", "a_handoff_of_a_wrong_shape_reaches_no_decode_engine")),
-            ("context_length_exceeded", NotHere(GRPC)),
-            ("runtime_pd_not_supported", NotHere(GRPC)),
-            ("prefill_worker_failed_to_start, decode_worker_failed_to_start", NotHere(GRPC)),
-            ("moriio_grpc_pd_unsupported", NotHere(GRPC)),
+            (
+                "context_length_exceeded",
+                By("tests/grpc.rs", "a_prompt_longer_than_the_smaller_window_reaches_no_engine"),
+            ),
+            (
+                "runtime_pd_not_supported",
+                By("dataplane/gateway/src/grpc/flow_tests.rs", "a_pair_of_another_engine_is_refused"),
+            ),
+            (
+                "prefill_worker_failed_to_start, decode_worker_failed_to_start",
+                By("tests/grpc.rs", "a_leg_that_an_engine_refuses_answers_with_its_status_and_words"),
+            ),
+            (
+                "moriio_grpc_pd_unsupported",
+                By("tests/grpc.rs", "pairs_that_cannot_hand_over_on_this_wire_reach_no_engine"),
+            ),
         ],
     ),
     (
@@ -310,6 +323,7 @@ fn every_error_code_of_the_reference_is_provoked_by_a_test_and_every_code_of_the
         .filter_map(|folder| std::fs::read_dir(root.join(folder)).ok())
         .flatten()
         .map(|entry| entry.unwrap().path())
+        .chain([root.join("dataplane/gateway/src/grpc/flow_tests.rs")])
         .filter(|path| !path.ends_with("reference.rs"))
         .filter_map(|path| std::fs::read_to_string(path).ok())
         .collect();

@@ -19,7 +19,6 @@ use crate::decision::Decisions;
 use crate::dispatch::leg::LegBody;
 use crate::fleet::table::RoutingTable;
 use crate::front::admission::Admission;
-use crate::grpc::channel::Connector;
 use crate::grpc::responses::Shelf;
 use crate::grpc::rooms::Rooms;
 use crate::grpc::tokenizers::Tokenizers;
@@ -46,8 +45,6 @@ pub struct Core {
     pub connections: Connections,
     /// For everything else that is asked of workers.
     pub client: HttpClient,
-    /// How connections to workers that speak gRPC are made.
-    pub grpc: Connector,
     /// The tokenizers of models that are served over gRPC.
     pub tokenizers: Tokenizers,
     /// How many prompts are prepared at a time.
@@ -88,7 +85,6 @@ impl Core {
         connector.set_connect_timeout(Some(options.connect_timeout));
         connector.set_keepalive(Some(std::time::Duration::from_secs(30)));
         let connector = worker_connector(connector, options.worker_tls.as_ref());
-        let grpc = Connector::new(options.connect_timeout, options.worker_tls.as_ref());
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(options.pool_idle_timeout)
@@ -100,7 +96,6 @@ impl Core {
         Arc::new(Self {
             connections,
             client,
-            grpc,
             tokenizers: Tokenizers::default(),
             preparing: Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from)),
             responses: Arc::default(),

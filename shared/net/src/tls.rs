@@ -257,19 +257,9 @@ impl ClientFiles {
 pub type WorkerConnector = HttpsConnector<HttpConnector>;
 
 /// A connector that trusts what `config` says. Without one, no `https://` worker is trusted.
-pub fn worker_connector(http: HttpConnector, config: Option<&ClientConfig>) -> WorkerConnector {
-    let (http, config) = trusting(http, config);
-    HttpsConnectorBuilder::new().with_tls_config(config).https_or_http().enable_http1().wrap_connector(http)
-}
-
-/// The same for connections that speak HTTP/2, as gRPC does.
-pub fn http2_connector(http: HttpConnector, config: Option<&ClientConfig>) -> WorkerConnector {
-    let (http, config) = trusting(http, config);
-    HttpsConnectorBuilder::new().with_tls_config(config).https_or_http().enable_http2().wrap_connector(http)
-}
-
-fn trusting(mut http: HttpConnector, config: Option<&ClientConfig>) -> (HttpConnector, ClientConfig) {
+pub fn worker_connector(mut http: HttpConnector, config: Option<&ClientConfig>) -> WorkerConnector {
     http.enforce_http(false);
     let untrusting = || ClientConfig::builder().with_root_certificates(RootCertStore::empty()).with_no_client_auth();
-    (http, config.cloned().unwrap_or_else(untrusting))
+    let config = config.cloned().unwrap_or_else(untrusting);
+    HttpsConnectorBuilder::new().with_tls_config(config).https_or_http().enable_http1().wrap_connector(http)
 }

@@ -21,6 +21,7 @@ use smg_fleet::policy::Breaker as BreakerSettings;
 use smg_fleet::protection::Thresholds;
 use smg_fleet::worker::Worker;
 use smg_fleet::{Runtime, Settings, WorkerId, WorkerType, WorkerUrl};
+use smg_net::tls::ClientConfig;
 use smg_telemetry::{Metrics, SMG};
 use tonic::transport::Channel;
 
@@ -28,7 +29,6 @@ use crate::admission::Released;
 use crate::admission::decode::DecodeWindow;
 use crate::clock::Clock;
 use crate::connections::Pool;
-use crate::grpc::channel;
 use crate::load::cell::ReportCell;
 use crate::load::monitor::LastReport;
 use crate::resilience::breaker::{Admission, Breaker, Phase, Verdict};
@@ -104,12 +104,13 @@ impl WorkerRuntime {
         &self.connections
     }
 
-    /// The connection over which the worker at `url` speaks gRPC; `None` when it does not.
-    pub fn channel(&self, connector: &channel::Connector, url: &str) -> Option<Channel> {
+    /// The connection over which the worker at `url` speaks gRPC, which all its requests share; `None` when it does not. It is made with the
+    /// first of them, made anew when it broke, and closed with the last handle, after the worker has left the fleet.
+    pub fn channel(&self, url: &str, tls: Option<&ClientConfig>) -> Option<Channel> {
         if let Some(channel) = self.channel.get() {
             return Some(channel.clone());
         }
-        let channel = connector.channel(url)?;
+        let channel = smg_net::engine::channel(url, tls).ok()?;
         Some(self.channel.get_or_init(|| channel).clone())
     }
 

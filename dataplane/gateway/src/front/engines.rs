@@ -172,7 +172,7 @@ async fn generates(core: &Core, worker: &Worker) -> Result<(), String> {
 /// How a worker that speaks gRPC is spoken to.
 pub(crate) fn client_of(core: &Core, worker: &Worker) -> Option<Client> {
     let runtime = core.table.load().runtimes_of(worker).next().map(|(runtime, _)| Arc::clone(runtime))?;
-    Client::new(worker.runtime(), runtime.channel(&core.grpc, &worker.spec.url)?)
+    Client::new(worker.runtime(), runtime.channel(&worker.spec.url, core.options.worker_tls.as_ref())?)
 }
 
 async fn flush(core: &Core, worker: &Worker) -> Result<(), String> {

@@ -348,3 +348,14 @@ async fn a_stream_that_breaks_ends_with_an_error_event() {
     assert!(text.contains("\"type\":\"stream_error\"") && text.ends_with("data: [DONE]\n\n"), "{text}");
     gateway.is_idle().await;
 }
+
+#[tokio::test]
+async fn a_pair_of_another_engine_is_refused() {
+    let (mut prefill, mut decode) = sglang().await;
+    (prefill.runtime, decode.runtime) = (Runtime::Trtllm, Runtime::Trtllm);
+    let gateway = Gateway::over(&[(&prefill, WorkerType::Prefill), (&decode, WorkerType::Decode)]);
+    let (status, answer) = gateway.json(Route::ChatCompletions, chat()).await;
+    assert_eq!((status, &answer["error"]["code"]), (StatusCode::BAD_REQUEST, &json!("runtime_pd_not_supported")));
+    assert_eq!(answer["error"]["message"], "This runtime does not support PD disaggregated mode");
+    assert_eq!((prefill.requests().len(), decode.requests().len()), (0, 0));
+}

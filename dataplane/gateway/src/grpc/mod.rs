@@ -19,7 +19,6 @@
 //! A model may have HTTP and gRPC workers at once: which wire a request takes is the wire of the pair that was selected for it.
 
 pub mod assemble;
-pub mod channel;
 pub mod claim;
 pub mod client;
 mod dispatch;
@@ -65,7 +64,7 @@ impl Core {
     /// How a worker is spoken to over gRPC; `None` when it does not speak it, or not in a way that is known here.
     pub fn client_of(&self, worker: &RoutedWorker) -> Option<Client> {
         let url = worker.record.url().ok()?;
-        let channel = worker.runtime.channel(&self.grpc, url.as_str())?;
+        let channel = worker.runtime.channel(url.as_str(), self.options.worker_tls.as_ref())?;
         Client::new(worker.engine(), channel)
     }
 }

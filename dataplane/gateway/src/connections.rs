@@ -9,6 +9,8 @@
 //! * a request that finds its connection closed by the worker before anything was sent goes out again on another one; what else may go
 //!   out again is decided by the leg ([`crate::resilience::stale`]).
 
+mod bell;
+
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -24,6 +26,8 @@ use parking_lot::Mutex;
 use smg_net::tls::WorkerConnector;
 use thiserror::Error;
 use tower::Service;
+
+use bell::Bell;
 
 use crate::core::Core;
 use crate::dispatch::leg::LegBody;
@@ -118,7 +122,8 @@ impl Connections {
         let answered = Answered::default();
         let stream = TokioIo::new(Noting::new(TokioIo::new(stream), answered.clone()));
         let (sender, connection) = self.http.handshake(stream).await?;
-        Ok(Box::new(Link { sender, connection, answered, ended: false }))
+        let bell = Bell::new();
+        Ok(Box::new(Link { sender, connection, answered, waker: Waker::from(Arc::clone(&bell)), bell, ended: false }))
     }
 }
 
@@ -179,6 +184,10 @@ struct Link {
     sender: SendRequest<LegBody>,
     connection: Connection<TokioIo<Noting<TokioIo<Socket>>>, LegBody>,
     answered: Answered,
+    /// Rings when there is something to drive.
+    bell: Arc<Bell>,
+    /// That bell's.
+    waker: Waker,
     ended: bool,
 }
 
@@ -189,16 +198,16 @@ impl std::fmt::Debug for Link {
 }
 
 impl Link {
-    /// Moves bytes both ways. What ended the connection is told to whoever waits for a response or its body.
-    fn drive(&mut self, cx: &mut Context<'_>) {
-        if !self.ended {
-            self.ended = Pin::new(&mut self.connection).poll(cx).is_ready();
+    /// Moves bytes both ways, if any can be moved. What ended the connection is told to whoever waits for a response or its body.
+    fn drive(&mut self) {
+        if self.bell.rung() && !self.ended {
+            self.ended = Pin::new(&mut self.connection).poll(&mut Context::from_waker(&self.waker)).is_ready();
         }
     }
 
     /// Whether it can carry another exchange, as far as is known.
     fn is_usable(&mut self) -> bool {
-        self.drive(&mut Context::from_waker(Waker::noop()));
+        self.drive();
         !self.ended && self.sender.is_ready()
     }
 
@@ -208,13 +217,16 @@ impl Link {
     ) -> Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<LegBody>>> {
         self.answered.clear();
         let mut response = std::pin::pin!(self.sender.try_send_request(request));
-        let (connection, ended) = (&mut self.connection, &mut self.ended);
         std::future::poll_fn(|cx| {
-            if !*ended {
-                *ended = Pin::new(&mut *connection).poll(cx).is_ready();
+            if self.bell.rung() && !self.ended {
+                self.ended = Pin::new(&mut self.connection).poll(&mut Context::from_waker(&self.waker)).is_ready();
             }
             // The answer comes from what was just driven: nobody else has to wake this task for it.
-            response.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+            let polled = response.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            if polled.is_pending() {
+                self.bell.wake_when_rung(cx.waker());
+            }
+            polled
         })
         .await
     }
@@ -256,14 +268,18 @@ impl Answer {
             return Poll::Ready(next);
         }
         if let Some(link) = &mut self.link {
-            link.drive(cx);
+            link.drive();
         }
         // The frames come from what was just driven: nobody else has to wake this task for them.
         let polled = Pin::new(&mut self.incoming).poll_frame(&mut Context::from_waker(Waker::noop()));
         match &polled {
             Poll::Ready(Some(Ok(_))) if !self.incoming.is_end_stream() => {}
             Poll::Ready(_) => self.release(),
-            Poll::Pending => {}
+            Poll::Pending => {
+                if let Some(link) = &self.link {
+                    link.bell.wake_when_rung(cx.waker());
+                }
+            }
         }
         polled
     }

@@ -13,6 +13,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::stream::FuturesUnordered;
+use futures::{FutureExt, StreamExt};
 use http::HeaderValue;
 use http::header::CONNECTION;
 use hyper::body::Incoming;
@@ -124,6 +126,18 @@ impl<B, S> HttpService<B> for S where
         + Send
         + 'static
 {
+}
+
+/// What may happen to a connection beside its requests.
+enum Interruption {
+    /// Its time to drain is over.
+    Cut,
+    /// The server asks it to close.
+    Leave,
+    /// It has grown old.
+    Aged,
+    /// Its client broke a limit.
+    Broken(Timeout),
 }
 
 /// Connections of one or more listeners that end together.
@@ -293,40 +307,44 @@ impl Server {
                 None => std::future::pending().await,
             }
         };
-        let broken = activity.broken(options.patience);
-        tokio::pin!(leave, aged, broken);
-        let (mut closing, mut old) = (false, false);
+        // Looked at only when one of them has something to say: a connection that is woken by each token has not.
+        let mut interruptions = FuturesUnordered::from_iter([
+            cut.cancelled().map(|()| Interruption::Cut).boxed(),
+            leave.map(|()| Interruption::Leave).boxed(),
+            aged.map(|()| Interruption::Aged).boxed(),
+            activity.broken(options.patience).map(Interruption::Broken).boxed(),
+        ]);
+        let mut closing = false;
         let ended = loop {
             tokio::select! {
                 ended = connection.as_mut() => break ended,
-                () = cut.cancelled() => return,
-                () = &mut leave, if !closing => {
-                    closing = true;
-                    connection.as_mut().graceful_shutdown();
-                }
-                () = &mut aged, if !old => {
-                    old = true;
-                    if activity.is_http2() {
+                Some(interruption) = interruptions.next() => match interruption {
+                    Interruption::Cut => return,
+                    Interruption::Leave => {
                         closing = true;
                         connection.as_mut().graceful_shutdown();
-                    } else {
-                        // Closing an unused HTTP/1 connection now could meet a request on its way: its next answer says goodbye.
-                        activity.retire();
                     }
-                }
-                timeout = &mut broken, if !closing => {
-                    if let Some(observer) = &options.observer {
-                        observer(ConnectionEvent::TimedOut(timeout));
+                    Interruption::Aged if activity.is_http2() => {
+                        closing = true;
+                        connection.as_mut().graceful_shutdown();
                     }
-                    if timeout == Timeout::HeaderRead {
-                        return;
-                    }
-                    connection.as_mut().graceful_shutdown();
-                    // A client that does not read the end of its last answer must not stay for ever.
-                    tokio::select! {
-                        ended = connection.as_mut() => break ended,
-                        () = cut.cancelled() => return,
-                        () = tokio::time::sleep(LAST_BYTES) => return,
+                    // Closing an unused HTTP/1 connection now could meet a request on its way: its next answer says goodbye.
+                    Interruption::Aged => activity.retire(),
+                    Interruption::Broken(_) if closing => {}
+                    Interruption::Broken(timeout) => {
+                        if let Some(observer) = &options.observer {
+                            observer(ConnectionEvent::TimedOut(timeout));
+                        }
+                        if timeout == Timeout::HeaderRead {
+                            return;
+                        }
+                        connection.as_mut().graceful_shutdown();
+                        // A client that does not read the end of its last answer must not stay for ever.
+                        tokio::select! {
+                            ended = connection.as_mut() => break ended,
+                            () = cut.cancelled() => return,
+                            () = tokio::time::sleep(LAST_BYTES) => return,
+                        }
                     }
                 }
             }

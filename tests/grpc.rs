@@ -458,8 +458,6 @@ async fn what_engines_do_wrong_has_a_code() {
     let pair = Pair::of(Engine::Vllm, &flags).await;
     pair.prefill.set_call_fault(CallFault::generate().fail_after(1, Code::Internal, "late").times(1));
     assert_refused(&pair.smg, CHAT, &chat(), 500, "prefill_stream_error").await;
-    pair.decode.set_call_fault(CallFault::generate().end_after(0).times(1));
-    assert_refused(&pair.smg, CHAT, &chat(), 500, "no_responses_from_server").await;
     let unable = CallFault::generate().refuse(Code::FailedPrecondition, "no such rule");
     pair.decode.set_call_fault(unable.trailer("smg-constraint-failed", "engine").times(1));
     assert_refused(&pair.smg, CHAT, &chat(), 422, "constraint_failed").await;
@@ -470,6 +468,8 @@ async fn what_engines_do_wrong_has_a_code() {
     let mut watched = chat();
     watched["stop"] = json!(["nobody says this"]);
     assert_refused(&pair.smg, CHAT, &watched, 500, "worker_stream_failed").await;
+    pair.decode.set_call_fault(CallFault::generate().end_after(2).times(1));
+    assert_refused(&pair.smg, CHAT, &watched, 500, "no_responses_from_server").await;
     pair.is_clean().await;
 
     let worker = grpc(Engine::Sglang, Role::Regular).await;

@@ -83,6 +83,7 @@ pub fn options(edge: &EdgeArgs, keys: Keys) -> GatewayOptions {
         load: LoadMonitorOptions {
             interval: seconds(edge.load_monitor_interval),
             only_if_needed: edge.disable_load_monitoring && !edge.engine_metrics,
+            stall: seconds(edge.worker_stall_secs),
         },
         request_id_headers: edge.request_id_headers(),
         routing_key_headers: edge.routing_key_headers(),

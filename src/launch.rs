@@ -20,6 +20,7 @@ use crate::certificates;
 use crate::cli::LaunchArgs;
 use crate::controlplane::STATE_DIRECTORY;
 use crate::process::{self, RunError, Signals};
+use crate::temporary::Temporary;
 use crate::{gateway, process::metrics};
 
 /// How long clients wait outside for the first snapshot: the control plane is in this process, so it comes at once.
@@ -99,12 +100,12 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
 }
 
 /// The directory of the state, and the guard of a temporary one.
-fn data_directory(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::TempDir>), RunError> {
+fn data_directory(given: Option<PathBuf>) -> Result<(PathBuf, Option<Temporary>), RunError> {
     if let Some(directory) = given {
         return Ok((directory, None));
     }
     let temporary =
-        tempfile::Builder::new().prefix("smg-").tempdir().map_err(|error| RunError::start("temporary state", error))?;
+        Temporary::create(&std::env::temp_dir()).map_err(|error| RunError::start("temporary state", error))?;
     Ok((temporary.path().to_owned(), Some(temporary)))
 }
 

@@ -11,6 +11,8 @@ mod gateway;
 mod launch;
 mod operator;
 mod process;
+mod runtime;
+mod temporary;
 
 use std::io::Write;
 use std::process::ExitCode;

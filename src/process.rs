@@ -28,6 +28,7 @@ use thiserror::Error;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::cli::{BOOTSTRAP, ProcessArgs, TokenArgs};
+use crate::runtime;
 
 /// Shortest token accepted from a file: anything shorter can be guessed from its digest.
 const MIN_TOKEN_BYTES: usize = 16;
@@ -103,8 +104,9 @@ pub fn metrics(args: &ProcessArgs) -> Result<Arc<Metrics>, RunError> {
 /// # Errors
 /// When the address cannot be bound.
 pub fn serve_metrics(address: SocketAddr, metrics: Arc<Metrics>) -> Result<SocketAddr, RunError> {
+    let measured = Arc::clone(&metrics);
     let render = move || {
-        show_runtime(&metrics);
+        runtime::show(&metrics);
         let rendered = metrics.render();
         async move {
             match rendered {
@@ -113,20 +115,13 @@ pub fn serve_metrics(address: SocketAddr, metrics: Arc<Metrics>) -> Result<Socke
             }
         }
     };
+    smg_net::spawn("runtime-metrics", runtime::measure(measured));
     let router: Router = Router::new().route("/metrics", get(render));
     let listener = bind(address).map_err(|error| RunError::start(&format!("metrics on {address}"), error))?;
     let bound = listener.local_addr().map_err(|error| RunError::start("metrics", error))?;
     let server = Server::new(ServeOptions::default(), Shutdown::default());
     smg_net::spawn("metrics", async move { server.listen(listener, router).await });
     Ok(bound)
-}
-
-fn show_runtime(metrics: &Metrics) {
-    let runtime = tokio::runtime::Handle::current().metrics();
-    let count = |number: usize| i64::try_from(number).unwrap_or(i64::MAX);
-    metrics.tokio_workers.set(count(runtime.num_workers()));
-    metrics.tokio_alive_tasks.set(count(runtime.num_alive_tasks()));
-    metrics.tokio_global_queue_depth.set(count(runtime.global_queue_depth()));
 }
 
 /// Who may call the admin API, as the flags say it. `shared_key` is the key of a client edge in the same process.

@@ -3,6 +3,7 @@
 
 mod support;
 
+use futures::StreamExt as _;
 use reqwest::Response;
 use serde_json::{Value, json};
 use support::*;
@@ -21,9 +22,7 @@ struct Fleet {
 async fn engines(smg: &Smg, role: Role, worker_type: &str, count: usize) -> (Vec<MockEngine>, Vec<String>) {
     let (mut engines, mut ids) = (Vec::new(), Vec::new());
     for _ in 0..count {
-        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL);
-        let engine = engine.override_path("/v1/loads", 404, "{}").override_path("/metrics", 404, "{}");
-        let engine = engine.start().await.unwrap();
+        let engine = silent(role, MODEL).await;
         ids.push(smg.register(&spec(&engine, worker_type)).await);
         engines.push(engine);
     }
@@ -138,6 +137,47 @@ async fn the_record_of_prompts_is_bounded_shown_and_forgets_removed_workers() {
     fleet.smg.remove(&fleet.ids[0]).await;
     eventually("the record shrinks", || async { (bytes().await < full * 0.9).then_some(()) }).await;
     assert_eq!(fleet.smg.metric("smg_cache_tree_tenants", &[("model", MODEL), ("tree", "prefill")]).await, 1.0);
+}
+
+#[tokio::test]
+async fn memory_stays_flat_while_prompts_never_repeat() {
+    // More than ten times what the record may hold, half of it before the first look.
+    let soak = std::env::var_os("SMG_SOAK").is_some();
+    let (limit, requests) = if soak { (64 << 20, 500_000_u64) } else { (2 << 20, 16_000) };
+    let smg = Smg::launch(&["--prefill-policy", "cache_aware", "--max-tree-size", &limit.to_string()]).await;
+    let mut engines = Vec::new();
+    for (role, name) in [(Role::Prefill, "prefill"), (Role::Prefill, "prefill"), (Role::Decode, "decode")] {
+        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).records(0);
+        let engine = engine.start().await.unwrap();
+        engine.set_fault(anything());
+        smg.register(&spec(&engine, name)).await;
+        engines.push(engine);
+    }
+    let heads: Vec<String> = (0..16).map(|head| unrelated(u64::from(u32::MAX) - head)).collect();
+    // Four kilobytes, their beginning shared with some of the others.
+    let mixed = |seed: u64| {
+        let shared = (seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize;
+        let head = &heads[shared % heads.len()][..shared / heads.len() % 2000];
+        let mut text = format!("{head}{}{}", unrelated(2 * seed), unrelated(2 * seed + 1));
+        text.truncate(4096);
+        text
+    };
+    let serve = async |seeds: std::ops::Range<u64>| {
+        futures::stream::iter(seeds)
+            .for_each_concurrent(16, |seed| {
+                let (smg, body) = (&smg, prompt(&mixed(seed)));
+                async move { assert_eq!(smg.post(CHAT, &body).await.status(), 200) }
+            })
+            .await;
+        smg.until_idle().await;
+        smg.resident_bytes()
+    };
+    let half = serve(0..requests / 2).await;
+    let whole = serve(requests / 2..requests).await;
+    assert!(half.abs_diff(whole) < half / 10, "{half} bytes after half of the prompts, {whole} after all of them");
+    let labels = [("model", MODEL), ("leg", "prefill")];
+    let remembered = smg.metric("smg_policy_memory_bytes", &labels).await;
+    assert!(remembered > f64::from(limit) * 0.9 && remembered <= f64::from(limit), "{remembered}");
 }
 
 #[tokio::test]

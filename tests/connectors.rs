@@ -185,10 +185,61 @@ async fn a_mooncake_prefill_without_a_bootstrap_port_is_addressed_on_8998() {
 }
 
 #[tokio::test]
+async fn the_engine_id_of_a_mooncake_prefill_is_learned_from_its_bootstrap_server_and_anew_after_each_start() {
+    let declared = json!({"kv_connector": "MooncakeConnector", "runtime_type": "vllm"});
+    let (p, d) = (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
+    // Active probes come too late to help.
+    let smg = Smg::launch(&["--health-check-interval-secs", "3600", "--disable-retries"]).await;
+    let id = smg.register(&spec_with(&p, "prefill", declared.clone())).await;
+    smg.register(&spec_with(&d, "decode", declared)).await;
+    let worker = smg.get_json(&format!("/workers/{id}")).await;
+    assert_eq!((&worker["kv_engine_id"], worker["labels"].get("kv_engine_id")), (&json!(p.engine_id()), None));
+    let named = || d.generations().pop().unwrap().json()["kv_transfer_params"]["remote_engine_id"].clone();
+    served(&smg, CHAT, &chat()).await;
+    assert_eq!(named(), p.engine_id());
+    p.stop().await;
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), 502);
+    p.restart().await.unwrap();
+    eventually("the prefill is taken back", || async { (smg.post(CHAT, &chat()).await.status() == 200).then_some(()) })
+        .await;
+    assert_eq!(named(), p.engine_id(), "no decode engine was told the id of the process that is gone");
+    assert_eq!(d.local_prompt_tokens(), 0);
+    assert_eq!(smg.get_json(&format!("/workers/{id}")).await["is_healthy"], true);
+}
+
+#[tokio::test]
+async fn an_engine_id_that_the_fleet_learned_is_replaced_and_one_that_was_registered_is_warned_about() {
+    let declared = json!({"kv_connector": "MooncakeConnector", "runtime_type": "vllm"});
+    let (p, d) = (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
+    let smg = Smg::launch(&["--health-check-interval-secs", "1", "--load-monitor-interval", "3600"]).await;
+    let id = smg.register(&spec_with(&p, "prefill", declared.clone())).await;
+    let mut registered = spec_with(&d, "prefill", declared);
+    registered["kv_engine_id"] = json!("E1");
+    registered["bootstrap_port"] = json!(p.bootstrap_port());
+    smg.register(&registered).await;
+    eventually("the difference is said", || async { smg.log().contains("another kv_engine_id").then_some(()) }).await;
+    eventually("its start time is known", || async {
+        (p.requests().iter().filter(|request| request.path == "/metrics").count() >= 3).then_some(())
+    })
+    .await;
+    p.restart().await.unwrap();
+    eventually("the new id is known to the fleet", || async {
+        (smg.get_json(&format!("/workers/{id}")).await["kv_engine_id"] == json!(p.engine_id())).then_some(())
+    })
+    .await;
+    let workers = smg.get_json("/workers").await["workers"].clone();
+    let ids: Vec<&str> =
+        workers.as_array().unwrap().iter().map(|worker| worker["kv_engine_id"].as_str().unwrap()).collect();
+    assert!(ids.contains(&"E1"), "{ids:?}");
+}
+
+#[tokio::test]
 async fn a_mooncake_prefill_without_an_engine_id_mints_nothing_and_decode_recomputes() {
     let declared = json!({"kv_connector": "MooncakeConnector"});
+    // Nobody there could tell the id either.
+    let unheard = json!({"kv_connector": "MooncakeConnector", "bootstrap_port": free_port()});
     let pair = [Connector::Mooncake, Connector::Mooncake];
-    let (smg, prefill, decode) = vllm_pair(pair, declared.clone(), declared).await;
+    let (smg, prefill, decode) = vllm_pair(pair, unheard, declared).await;
     assert_eq!(served(&smg, CHAT, &chat()).await["choices"], alone(CHAT, &chat()).await);
     assert!(only(&prefill).json().get("kv_transfer_params").is_none());
     assert!(only(&decode).json().get("kv_transfer_params").is_none());

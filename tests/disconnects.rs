@@ -253,8 +253,8 @@ struct TwoPairs {
 
 impl TwoPairs {
     async fn start(flags: &[&str]) -> Self {
-        let prefills = [sglang(Role::Prefill).await, sglang(Role::Prefill).await];
-        let decodes = [sglang(Role::Decode).await, sglang(Role::Decode).await];
+        let prefills = [silent(Role::Prefill, MODEL).await, silent(Role::Prefill, MODEL).await];
+        let decodes = [silent(Role::Decode, MODEL).await, silent(Role::Decode, MODEL).await];
         let smg = Smg::launch(flags).await;
         join_all([0, 1].map(|index| smg.register_pair(&prefills[index], &decodes[index]))).await;
         Self { smg, prefills, decodes }
@@ -285,12 +285,14 @@ impl TwoPairs {
 
 #[tokio::test]
 async fn loads_are_true_after_hundreds_of_clients_have_left() {
-    const WAVE: usize = 100;
+    const WAVE: usize = 300;
     // A starved machine takes seconds for a wave, and the retries of the last one wait for longer than that.
     const WHILE: Duration = Duration::from_secs(90);
     let flags = [
         "--policy",
-        "power_of_two",
+        "least_load",
+        "--retry-budget-ratio",
+        "1",
         "--disable-circuit-breaker",
         "--retry-initial-backoff-ms",
         "300000",
@@ -350,13 +352,13 @@ async fn loads_are_true_after_hundreds_of_clients_have_left() {
 
 #[tokio::test]
 async fn health_checks_leave_loads_as_they_are() {
-    let prefill = sglang(Role::Prefill).await;
+    let prefill = silent(Role::Prefill, MODEL).await;
     prefill.set_fault(instant_prefill());
-    let [first, second] = [sglang(Role::Decode).await, sglang(Role::Decode).await];
+    let [first, second] = [silent(Role::Decode, MODEL).await, silent(Role::Decode, MODEL).await];
     for decode in [&first, &second] {
         decode.set_fault(silent_after_the_head(true));
     }
-    let smg = Smg::launch(&["--policy", "power_of_two", "--health-check-interval-secs", "1"]).await;
+    let smg = Smg::launch(&["--policy", "least_load", "--health-check-interval-secs", "1"]).await;
     smg.register_pair(&prefill, &first).await;
     let ten = || (0..10).map(|_| client(&smg, "/v1/chat/completions", &chat_stream())).collect::<Vec<_>>();
     let mut clients = ten();
@@ -365,12 +367,12 @@ async fn health_checks_leave_loads_as_they_are() {
 
     let probes = |engine: &MockEngine| engine.requests().iter().filter(|request| request.path == "/health").count();
     let before = probes(&first);
-    eventually("four rounds of health checks", || async {
+    eventually("fifteen rounds of health checks", || async {
         let loads = [&first, &second].map(|engine| engine.url());
         let loads = [&loads[0], &loads[1]].map(|url| [("worker", url.as_str())]);
         assert_eq!(smg.metric("smg_worker_requests_active", &loads[0]).await, 10.0);
         assert_eq!(smg.metric("smg_worker_requests_active", &loads[1]).await, 0.0);
-        (probes(&first) >= before + 4).then_some(())
+        (probes(&first) >= before + 15).then_some(())
     })
     .await;
     clients.extend(ten());

@@ -327,6 +327,36 @@ async fn a_damaged_data_file_stops_the_start_and_is_left_as_it_is() {
     assert!(workers.contains_key("http://127.0.0.1:9"));
 }
 
+#[tokio::test]
+async fn the_temporary_state_of_a_killed_process_goes_with_the_next_start() {
+    let place = tempfile::tempdir().unwrap();
+    let start = async || {
+        let port = free_port();
+        let text = port.to_string();
+        let environment = [("TMPDIR", place.path().to_str().unwrap())];
+        let smg = Smg::spawn(&["launch", "--host", "127.0.0.1", "--port", &text], port, &environment);
+        eventually("it serves", || async { smg.client.get(format!("{}/liveness", smg.url)).send().await.ok() }).await;
+        smg
+    };
+    let states = || {
+        let entries = std::fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        entries.filter(|name| name.to_str().unwrap().starts_with("smg-state-")).collect::<Vec<_>>()
+    };
+    let mut killed = start().await;
+    let left = states();
+    assert_eq!(left.len(), 1);
+    let mut living = start().await;
+    assert_eq!(states().len(), 2, "the state of a process that lives stays");
+    killed.kill();
+    let mut last = start().await;
+    assert!(states().len() == 2 && !states().contains(&left[0]));
+    for smg in [&mut living, &mut last] {
+        smg.signal("TERM");
+        smg.exited().await;
+    }
+    assert!(states().is_empty());
+}
+
 /// A small file system of its own, unmounted at the end.
 struct Disk {
     path: tempfile::TempDir,

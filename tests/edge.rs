@@ -1,4 +1,4 @@
-//! The client edge under pressure: connections that dawdle or grow old, slow uploads, too many requests, pages of other origins, models
+//! The client edge under pressure: connections that dawdle or grow old, too many requests, pages of other origins, models
 //! that only others know.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -66,45 +66,6 @@ async fn a_slow_head_and_an_unused_connection_each_have_their_own_limit() {
     body["ignore_eos"] = json!(true);
     let text = smg.post("/v1/chat/completions", &body).await.text().await.unwrap();
     assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
-}
-
-/// `--request-body-timeout-secs`, 408 `request_body_timeout`.
-#[tokio::test]
-async fn a_slow_upload_ends_before_any_worker_is_chosen() {
-    let engine = sglang(Role::Regular).await;
-    let smg = Smg::launch(&["--request-body-timeout-secs", "1", "--max-concurrent-requests", "2"]).await;
-    smg.register(&spec(&engine, "regular")).await;
-    let mut uploads = Vec::new();
-    for _ in 0..8 {
-        let stream = connect(&smg).await;
-        let (mut read, mut write) = stream.into_split();
-        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{";
-        write.write_all(head.as_bytes()).await.unwrap();
-        let drip = tokio::spawn(async move {
-            while write.write_all(b" ").await.is_ok() {
-                tokio::time::sleep(Duration::from_millis(100)).await
-            }
-        });
-        uploads.push(tokio::spawn(async move {
-            let mut said = vec![0; 64 * 1024];
-            let read = tokio::time::timeout(PATIENCE, read.read(&mut said)).await.unwrap().unwrap();
-            drip.abort();
-            String::from_utf8_lossy(&said[..read]).into_owned()
-        }));
-    }
-    // More uploads than may be served at once keep nobody out.
-    for _ in 0..4 {
-        assert_eq!(smg.post("/v1/chat/completions", &chat()).await.status(), StatusCode::OK);
-    }
-    for upload in uploads {
-        let answer = upload.await.unwrap();
-        assert!(
-            answer.starts_with("HTTP/1.1 408 ") && answer.contains("x-smg-error-code: request_body_timeout"),
-            "{answer}"
-        );
-    }
-    assert_eq!(engine.generation_count(), 4);
-    smg.until_idle().await;
 }
 
 /// A stream that goes on until it is dropped.

@@ -351,6 +351,16 @@ async fn an_attempt_that_failed_is_made_again_with_other_ids_and_rooms() {
 }
 
 #[tokio::test]
+async fn the_time_between_a_handoff_and_its_decode_is_measured_where_legs_are_sequential() {
+    for (engine, handoffs) in [(Engine::Vllm, 1.0), (Engine::Sglang, 0.0)] {
+        let pair = Pair::of(engine, &[]).await;
+        assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+        let measured = pair.smg.metric("smg_pd_kv_transfer_duration_seconds_count", &[]).await;
+        assert_eq!(measured, handoffs, "{engine:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest() {
     let decode = builder(Engine::Sglang, Role::Decode)
         .max_running(1)
@@ -370,6 +380,8 @@ async fn a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest() {
     assert!(shed.headers()["retry-after"].to_str().unwrap().parse::<u32>().unwrap() >= 1);
     assert_eq!(pair.prefill.calls().len(), 1, "no leg was sent");
     assert_eq!(pair.smg.metric("smg_pd_admission_sheds_total", &[]).await, 1.0);
+    let url = pair.decode.url();
+    assert_eq!(pair.smg.metric("smg_pd_admission_window", &[("worker", &url)]).await, 1.0);
     drop(held);
     pair.is_clean().await;
     assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
@@ -501,6 +513,55 @@ async fn a_tokenizer_on_disk_is_used_before_that_of_an_engine() {
     let pair = Pair::of(Engine::Sglang, &["--tokenizer-path", path]).await;
     assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
     assert!(pair.engines().iter().all(|engine| engine.call_count("GetTokenizer") == 0));
+}
+
+#[tokio::test]
+async fn a_chat_template_on_disk_is_used_before_that_of_the_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("chat.jinja");
+    std::fs::write(&path, "{% for message in messages %}<{{ message.content }}>{% endfor %}").unwrap();
+    let pair = Pair::of(Engine::Sglang, &["--chat-template", path.to_str().unwrap()]).await;
+    assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    assert_eq!(mock_engine::decode(pair.prefill.calls()[0].token_ids()), "<hi>");
+}
+
+#[tokio::test]
+async fn reasoning_and_tool_calls_are_told_apart_by_the_parsers_that_flags_name() {
+    let flags = ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen"];
+    let call = r#"<tool_call>
+{"name": "weather", "arguments": {"city": "Ulm"}}
+</tool_call>"#;
+    let said = format!("<think>Which city?</think>Let me look.{call}");
+    let mut body = chat();
+    body["max_tokens"] = json!(500);
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+    body["tools"] = json!([{"type": "function", "function": {"name": "weather", "parameters": parameters}}]);
+    for engine in PAIRS {
+        let pair = Pair::of(engine, &flags).await;
+        pair.engines().iter().for_each(|engine| engine.replies_with(Some(&said)));
+        let answer: Value = pair.smg.post(CHAT, &body).await.json().await.unwrap();
+        let choice = &answer["choices"][0];
+        let message = &choice["message"];
+        assert_eq!(message["reasoning_content"], "Which city?", "{engine:?} {answer}");
+        assert_eq!(message["content"], "Let me look.", "{engine:?} {answer}");
+        let function = &message["tool_calls"][0]["function"];
+        let arguments: Value = serde_json::from_str(function["arguments"].as_str().unwrap()).unwrap();
+        assert_eq!((&function["name"], &arguments), (&json!("weather"), &json!({"city": "Ulm"})), "{engine:?}");
+        assert_eq!(choice["finish_reason"], "tool_calls", "{engine:?} {answer}");
+
+        let text = pair.smg.post(CHAT, &streamed(body.clone())).await.text().await.unwrap();
+        let joined = |place: &str| -> String {
+            let events = events(&text);
+            let parts = events.iter().filter_map(|event| event.pointer(place).and_then(Value::as_str));
+            parts.collect()
+        };
+        assert_eq!(joined("/choices/0/delta/reasoning_content"), "Which city?", "{engine:?} {text}");
+        assert_eq!(joined("/choices/0/delta/content"), "Let me look.", "{engine:?} {text}");
+        let arguments = joined("/choices/0/delta/tool_calls/0/function/arguments");
+        assert_eq!(serde_json::from_str::<Value>(&arguments).unwrap(), json!({"city": "Ulm"}), "{engine:?} {text}");
+        assert_eq!(joined("/choices/0/finish_reason"), "tool_calls", "{engine:?} {text}");
+        pair.is_clean().await;
+    }
 }
 
 #[tokio::test]

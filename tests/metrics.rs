@@ -17,6 +17,7 @@ const DOCUMENTED: &[(&str, &str, &[&str])] = &[
     ("smg_http_request_duration_seconds", "histogram", &["method", "path"]),
     ("smg_http_responses_total", "counter", &["path", "status_code", "error_code"]),
     ("smg_http_connections_active", "gauge", &[]),
+    ("smg_http_inflight_request_age_count", "gauge", &["gt", "le"]),
     (
         "smg_router_requests_total",
         "counter",
@@ -41,6 +42,7 @@ const DOCUMENTED: &[(&str, &str, &[&str])] = &[
     ("smg_pd_kv_transfer_failures_total", "counter", &[]),
     ("smg_pd_rendezvous_failures_total", "counter", &["leg", "phase"]),
     ("smg_worker_pool_size", "gauge", &["worker_type", "connection_mode", "model"]),
+    ("smg_worker_connections_active", "gauge", &["worker_type", "connection_mode"]),
     ("smg_worker_requests_active", "gauge", &["worker"]),
     ("smg_worker_health", "gauge", &["worker"]),
     ("smg_worker_http2", "gauge", &["worker"]),
@@ -59,6 +61,10 @@ const DOCUMENTED: &[(&str, &str, &[&str])] = &[
     ("smg_tokio_workers", "gauge", &[]),
     ("smg_tokio_alive_tasks", "gauge", &[]),
     ("smg_tokio_global_queue_depth", "gauge", &[]),
+    ("smg_tokio_worker_parks_total", "counter", &[]),
+    ("smg_tokio_worker_busy_ratio", "gauge", &[]),
+    ("smg_tokio_event_loop_delay_seconds", "histogram", &[]),
+    ("smg_tokio_event_loop_stalls_total", "counter", &[]),
     ("smg_worker_stalled", "gauge", &["worker", "reason"]),
     ("smg_worker_stall_transitions_total", "counter", &["worker", "reason"]),
 ];
@@ -70,9 +76,12 @@ const OF_POLICIES: &[(&str, &str, &[&str])] = &[
     ("smg_prefix_hash_policy_branch_total", "counter", &["branch"]),
     ("smg_cache_aware_policy_branch_total", "counter", &["branch"]),
     ("smg_manual_policy_cache_entries", "gauge", &[]),
+    ("smg_worker_routing_keys_active", "gauge", &["worker"]),
     ("smg_routing_key_source_total", "counter", &["source"]),
     ("smg_cache_aware_match_ratio", "histogram", &[]),
     ("smg_cache_tree_chars", "gauge", &["model"]),
+    ("smg_cache_tree_tokens", "gauge", &["model"]),
+    ("smg_cache_placement_entries", "gauge", &["model"]),
     ("smg_cache_tree_tenants", "gauge", &["model", "tree"]),
 ];
 
@@ -84,14 +93,9 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
     ("smg_router_tokens_total", "counts tokens"),
     ("smg_router_request_body_path_total", "every body is spliced: there is one path"),
     ("smg_router_request_body_buffers_released_early_bytes_total", "bodies are shared, not copied"),
-    ("smg_http_inflight_request_age_count", "the age of requests is in the decision records"),
-    ("smg_worker_routing_keys_active", "routing keys are pinned per policy: smg_manual_policy_cache_entries"),
     ("smg_policy_inflight_reconciled_total", "loads are counted by guards and cannot drift"),
-    ("smg_cache_placement_entries", "no placement index"),
     ("smg_discovery_", "no service discovery"),
     ("smg_scheduler_", "no priority scheduler"),
-    ("smg_tokio_event_loop_", "the runtime does not measure it"),
-    ("smg_tokio_worker_", "the runtime does not measure it"),
     ("smg_log_dropped_lines", "logs are written, not queued"),
     ("smg_allocator_", "the allocator is not asked"),
     ("smg_history_", "no stored conversations"),
@@ -106,12 +110,7 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
 ];
 
 /// Documented series of features that this version does not have yet. One that arrives gets a row above.
-const NOT_YET: &[(&str, &str)] = &[
-    ("smg_pd_kv_transfer_duration_seconds", "gRPC workers"),
-    ("smg_pd_admission_window", "gRPC workers"),
-    ("smg_worker_connections_active", "counting connections to workers"),
-    ("smg_worker_liveness_fallback_total", "judging workers by their silence"),
-];
+const NOT_YET: &[(&str, &str)] = &[("smg_worker_liveness_fallback_total", "judging workers by their silence")];
 
 /// Series of the documented table that only gRPC workers or impossible states move: present, and zero.
 const AT_REST: &[&str] = &["smg_pd_admission_waits_total", "smg_pd_admission_sheds_total"];
@@ -169,7 +168,8 @@ fn families(text: &str) -> BTreeMap<String, Family> {
             let (sample, value) = line.rsplit_once(' ').unwrap();
             let (name, label_text) = sample.split_once('{').unwrap_or((sample, ""));
             let mut labels = labels(label_text.trim_end_matches('}'));
-            if let Some(at) = labels.iter().position(|(name, _)| name == "le") {
+            let bound = labels.iter().position(|(name, _)| family.kind == "histogram" && name == "le");
+            if let Some(at) = bound {
                 let (_, bound) = labels.remove(at);
                 if !family.bounds.contains(&bound) {
                     family.bounds.push(bound);
@@ -281,6 +281,10 @@ async fn every_documented_series_of_http_serving_moves_under_its_documented_name
     .await;
     smg.until_idle().await;
 
+    eventually("the runtime has been measured", || async {
+        (smg.metric("smg_tokio_event_loop_delay_seconds_count", &[]).await > 0.0).then_some(())
+    })
+    .await;
     let text = smg.metrics().await;
     let families = families(&text);
     for (name, kind, labels) in DOCUMENTED {
@@ -295,6 +299,11 @@ async fn every_documented_series_of_http_serving_moves_under_its_documented_name
             "smg_worker_cb_consecutive_failures",
             "smg_worker_http2",
             "smg_tokio_global_queue_depth",
+            "smg_tokio_event_loop_stalls_total",
+            "smg_tokio_worker_busy_ratio",
+            // They are shown to move where something is in flight.
+            "smg_http_inflight_request_age_count",
+            "smg_worker_connections_active",
         ];
         assert!(family.total > 0.0 || still.contains(name), "{name} did not move");
         if *kind == "histogram" && name.ends_with("duration_seconds") || name.ends_with("ttft_seconds") {
@@ -352,7 +361,8 @@ async fn every_documented_series_of_http_serving_moves_under_its_documented_name
 
 #[tokio::test]
 async fn every_documented_series_of_policies_moves_while_its_policy_is_used() {
-    let (smg, _prefill, _decode) = sglang_pair(&[]).await;
+    let (smg, prefill, decode) = sglang_pair(&[]).await;
+    let mut of_manual = String::new();
     for policy in ["manual", "consistent_hashing", "prefix_hash", "cache_aware"] {
         smg.set_policy("default", &json!({"policy": policy})).await;
         for _ in 0..2 {
@@ -361,26 +371,69 @@ async fn every_documented_series_of_policies_moves_while_its_policy_is_used() {
         }
         if policy == "manual" {
             eventually("the pinned keys are counted", || async {
-                (smg.metric("smg_manual_policy_cache_entries", &[]).await > 0.0).then_some(())
+                let pinned = [&prefill, &decode].map(|engine| engine.url());
+                let [one, other] = pinned.each_ref().map(|url| [("worker", url.as_str())]);
+                let on = |labels| smg.metric("smg_worker_routing_keys_active", labels);
+                let entries = smg.metric("smg_manual_policy_cache_entries", &[]).await;
+                (entries > 0.0 && on(&one).await == 1.0 && on(&other).await == 1.0).then_some(())
             })
             .await;
+            of_manual = smg.metrics().await;
         }
     }
+    let tokens = json!({"model": MODEL, "prompt": [1, 2, 3, 4], "max_tokens": 2});
+    assert_eq!(smg.post("/v1/completions", &tokens).await.status(), StatusCode::OK);
     eventually("what the tree remembers is counted", || async {
-        let [chars, tenants] = ["smg_cache_tree_chars", "smg_cache_tree_tenants"].map(|name| smg.metric(name, &[]));
-        (chars.await > 0.0 && tenants.await > 0.0).then_some(())
+        let names = ["smg_cache_tree_chars", "smg_cache_tree_tokens", "smg_cache_tree_tenants"];
+        let [chars, tokens, tenants] = names.map(|name| smg.metric(name, &[]));
+        (chars.await > 0.0 && tokens.await > 0.0 && tenants.await > 0.0).then_some(())
     })
     .await;
-    let families = families(&smg.metrics().await);
+    let mut text = smg.metrics().await;
+    let heads = json!({"policy": "cache_aware", "cache_aware": {"index": "hash", "boundaries": [2]}});
+    smg.set_policy("default", &heads).await;
+    assert_eq!(smg.post("/v1/completions", &tokens).await.status(), StatusCode::OK);
+    eventually("the heads of prompts are counted", || async {
+        (smg.metric("smg_cache_placement_entries", &[("model", MODEL)]).await == 2.0).then_some(())
+    })
+    .await;
+    text.push_str(&smg.metrics().await);
+    text.push_str(&of_manual);
+    let families = families(&text);
     for (name, kind, labels) in OF_POLICIES {
         let family = families.get(*name).unwrap_or_else(|| panic!("{name} is not exported"));
         assert_eq!((family.kind.as_str(), family.help.is_empty()), (*kind, false), "{name}");
         let found: Vec<BTreeSet<&str>> =
             family.label_names.iter().map(|names| names.iter().map(String::as_str).collect()).collect();
         assert_eq!(found, [labels.iter().copied().collect::<BTreeSet<_>>()], "{name}");
-        // Pinned keys go with the policy that pinned them.
-        assert!(family.total > 0.0 || *name == "smg_manual_policy_cache_entries", "{name} did not move");
+        assert!(family.total > 0.0, "{name} did not move");
     }
+}
+
+#[tokio::test]
+async fn what_is_in_flight_is_counted_by_age_and_its_connections_by_role() {
+    let (smg, prefill, decode) = sglang_pair(&[]).await;
+    let young = [("gt", "0"), ("le", "30")];
+    assert_eq!(smg.metric("smg_http_inflight_request_age_count", &[]).await, 0.0);
+    for engine in [&prefill, &decode] {
+        engine.set_fault(Fault::generation().hang());
+    }
+    let asked = smg.client.post(format!("{}/v1/chat/completions", smg.url)).json(&chat()).send();
+    let hanging = tokio::spawn(asked);
+    for engine in [&prefill, &decode] {
+        engine.wait_for_generations(1, PATIENCE).await.unwrap();
+    }
+    let text = smg.metrics().await;
+    assert_eq!(samples(&text, "smg_http_inflight_request_age_count", &young).values().sum::<f64>(), 1.0);
+    assert_eq!(samples(&text, "smg_http_inflight_request_age_count", &[]).len(), 12);
+    for role in ["prefill", "decode"] {
+        let labels = [("worker_type", role), ("connection_mode", "http")];
+        assert_eq!(samples(&text, "smg_worker_connections_active", &labels).values().sum::<f64>(), 1.0, "{role}");
+    }
+    hanging.abort();
+    smg.until_idle().await;
+    assert_eq!(smg.metric("smg_http_inflight_request_age_count", &[]).await, 0.0);
+    assert_eq!(smg.metric("smg_worker_connections_active", &[]).await, 0.0);
 }
 
 #[tokio::test]

@@ -8,33 +8,10 @@ use std::time::Duration;
 use futures::future::join_all;
 use reqwest::StatusCode;
 use serde_json::json;
+use support::fleet::*;
 use support::*;
 
 const CHAT: &str = "/v1/chat/completions";
-/// Retries without a wait worth noticing.
-const FAST: [&str; 4] = ["--retry-initial-backoff-ms", "1", "--retry-max-backoff-ms", "5"];
-
-/// A gateway over SGLang engines.
-struct Fleet {
-    smg: Smg,
-    prefills: Vec<MockEngine>,
-    decodes: Vec<MockEngine>,
-}
-
-async fn fleet(prefills: usize, decodes: usize, flags: &[&str]) -> Fleet {
-    let mut all = FAST.to_vec();
-    all.extend(flags);
-    let mut fleet = Fleet { smg: Smg::launch(&all).await, prefills: Vec::new(), decodes: Vec::new() };
-    for _ in 0..prefills {
-        fleet.prefills.push(sglang(Role::Prefill).await);
-        fleet.smg.register(&spec(fleet.prefills.last().unwrap(), "prefill")).await;
-    }
-    for _ in 0..decodes {
-        fleet.decodes.push(sglang(Role::Decode).await);
-        fleet.smg.register(&spec(fleet.decodes.last().unwrap(), "decode")).await;
-    }
-    fleet
-}
 
 fn code(response: &reqwest::Response) -> &str {
     response.headers()["x-smg-error-code"].to_str().unwrap()
@@ -182,117 +159,6 @@ async fn a_leg_that_met_a_closed_connection_is_sent_again_once() {
     smg.until_idle().await;
 }
 
-// ------------------------------------------------------------------ load reports
-
-/// What `GET /workers` shows of an engine.
-async fn shown(smg: &Smg, engine: &MockEngine) -> serde_json::Value {
-    let list = smg.get_json("/workers").await;
-    list["workers"].as_array().unwrap().iter().find(|worker| worker["url"] == engine.url()).unwrap().clone()
-}
-
-/// A load report of one rank.
-fn report(waiting: u64, token_usage: f64) -> String {
-    let load = json!({"dp_rank": 0, "num_running_reqs": 1, "num_waiting_reqs": waiting, "token_usage": token_usage});
-    json!({"timestamp": "0", "version": "0.5", "dp_rank_count": 1, "loads": [load]}).to_string()
-}
-
-/// A SGLang engine that always reports this load.
-async fn reporting(role: Role, waiting: u64, token_usage: f64) -> MockEngine {
-    let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL);
-    engine.override_path("/v1/loads", 200, report(waiting, token_usage)).start().await.unwrap()
-}
-
-/// Waits until a gateway has the load report of every engine.
-async fn until_reported(smg: &Smg, engines: impl IntoIterator<Item = &MockEngine> + Clone) {
-    eventually("every engine has reported", || async {
-        let metrics = smg.metrics().await;
-        let known = |engine: &MockEngine| {
-            !samples(&metrics, "smg_engine_running_requests", &[("worker", &engine.url())]).is_empty()
-        };
-        engines.clone().into_iter().all(known).then_some(())
-    })
-    .await;
-}
-
-const EACH_SECOND: [&str; 2] = ["--load-monitor-interval", "1"];
-
-#[tokio::test]
-async fn engines_are_asked_for_their_load_in_the_way_each_of_them_knows() {
-    let (smg, prefill, decode) = sglang_pair(&EACH_SECOND).await;
-    let vllm = MockEngine::builder().engine(Engine::Vllm).role(Role::Decode).model(MODEL).max_running(4);
-    let vllm = vllm.start().await.unwrap();
-    smg.register(&spec(&vllm, "decode")).await;
-    until_reported(&smg, [&prefill, &decode, &vllm]).await;
-    for (engine, mode) in [(&prefill, "loads"), (&decode, "loads"), (&vllm, "metrics")] {
-        let labels = [("worker", engine.url()), ("mode", mode.to_owned())];
-        let labels = labels.each_ref().map(|(name, value)| (*name, value.as_str()));
-        assert!(smg.metric("smg_engine_load_polls_total", &labels).await >= 1.0, "{mode}");
-    }
-    assert!(!vllm.requests().iter().any(|request| request.path == "/v1/loads"));
-
-    decode.set_fault(Fault::generation().hang());
-    let client = smg.client.clone();
-    let hanging = tokio::spawn(client.post(format!("{}{CHAT}", smg.url)).json(&chat()).send());
-    eventually("the prefill reports its queue", || async {
-        let queue =
-            smg.metric("smg_engine_pd_prefill_queue_reqs", &[("worker", &prefill.url()), ("role", "prefill")]).await;
-        let shown = shown(&smg, &prefill).await;
-        (queue >= 0.0 && shown["engine_load"]["dp_rank_count"] == 1).then_some(())
-    })
-    .await;
-    hanging.abort();
-
-    let loads = smg.get_json("/loads").await;
-    assert_eq!(loads["dp_rank_count"], 3, "{loads}");
-    assert!(loads["version"].as_str().unwrap().starts_with("smg-"));
-    let entry = loads["loads"].as_array().unwrap().iter().find(|entry| entry["worker"] == vllm.url()).unwrap();
-    assert_eq!((&entry["worker_type"], &entry["dp_rank"]), (&json!("decode"), &json!(0)));
-    assert!(entry.get("memory").is_none() && entry["token_usage"] == 0.0, "{entry}");
-    assert_eq!(
-        loads["aggregate"]["total_reqs"].as_u64().unwrap(),
-        loads["aggregate"]["total_running_reqs"].as_u64().unwrap()
-    );
-    assert_eq!(smg.get_json("/get_loads?model=nobody").await["dp_rank_count"], 0);
-}
-
-#[tokio::test]
-async fn an_engine_that_reports_no_load_is_said_so_once_and_own_requests_decide() {
-    let silent = |role| {
-        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL);
-        engine.override_path("/v1/loads", 404, "{}").override_path("/metrics", 404, "{}").start()
-    };
-    let prefill = silent(Role::Prefill).await.unwrap();
-    let (busy, idle) = (silent(Role::Decode).await.unwrap(), silent(Role::Decode).await.unwrap());
-    let flags = ["--load-monitor-interval", "1", "--policy", "power_of_two", "--retry-max-retries", "1"];
-    let smg = Smg::launch(&flags).await;
-    smg.register_pair(&prefill, &busy).await;
-    busy.set_fault(Fault::generation().hang());
-    let hanging: Vec<_> =
-        (0..20).map(|_| tokio::spawn(smg.client.post(format!("{}{CHAT}", smg.url)).json(&chat()).send())).collect();
-    busy.wait_for_generations(20, PATIENCE).await.unwrap();
-    smg.register(&spec(&idle, "decode")).await;
-    for engine in [&prefill, &busy, &idle] {
-        eventually("it was asked in vain", || async {
-            let labels = [("worker", engine.url()), ("mode", "absent".to_owned())];
-            let labels = labels.each_ref().map(|(name, value)| (*name, value.as_str()));
-            (smg.metric("smg_engine_load_polls_total", &labels).await == 1.0).then_some(())
-        })
-        .await;
-        assert!(shown(&smg, engine).await.get("engine_load").is_none());
-    }
-    for _ in 0..20 {
-        assert_eq!(smg.post(CHAT, &chat()).await.status(), 200);
-    }
-    assert_eq!(idle.generation_count(), 20);
-    let warned = |url: String| {
-        smg.log().lines().filter(|line| line.contains("does not report its load") && line.contains(&url)).count()
-    };
-    assert_eq!(warned(busy.url()), 1);
-    hanging.iter().for_each(tokio::task::JoinHandle::abort);
-}
-
-// ------------------------------------------------------------------ overload protection
-
 #[tokio::test]
 async fn overloaded_workers_are_passed_over_while_others_exist() {
     for (waiting, token_usage) in [(8, 0.0), (0, 0.8)] {
@@ -345,6 +211,47 @@ async fn with_the_shed_flag_requests_are_refused_with_a_hint_and_not_retried() {
     // Switched off, the same worker serves.
     smg.set_policy("default", &json!({"overload": {"disabled": true, "shed": true}})).await;
     assert_eq!(smg.post(CHAT, &chat()).await.status(), 200);
+}
+
+#[tokio::test]
+async fn with_the_shed_flag_a_decode_worker_that_became_overloaded_during_prefill_gets_no_leg() {
+    let (smg, prefill, decode) = nixl_pair(&["--load-monitor-interval", "1", "--worker-overload-shed"]).await;
+    until_reported(&smg, [&prefill, &decode]).await;
+    let smg = &smg;
+    let overloaded = |workers: f64| {
+        eventually("the load is known", move || async move {
+            (smg.metric("smg_workers_overloaded", &[("model", MODEL)]).await == workers).then_some(())
+        })
+    };
+    // On a slow machine the report may come too late for a short prefill.
+    for prefill_takes in [2, 4, 8, 16] {
+        prefill.set_fault(Fault::generation().delay_head(Duration::from_secs(prefill_takes)));
+        let (sent, served) = (prefill.generation_count(), decode.generation_count());
+        let asked = in_background(smg, "late");
+        prefill.wait_for_generations(sent + 1, PATIENCE).await.unwrap();
+        decode.set_fault(
+            Fault::path("/metrics").status(200, "vllm:num_requests_waiting 50\nvllm:kv_cache_usage_perc 0.1\n"),
+        );
+        overloaded(1.0).await;
+        let response = asked.await.unwrap();
+        if response.status() == 200 {
+            decode.clear_faults();
+            overloaded(0.0).await;
+            continue;
+        }
+        assert_eq!((response.status().as_u16(), code(&response)), (503, "worker_overload_protection_shed"));
+        assert_eq!(response.headers()["retry-after"], "1");
+        let body: serde_json::Value = response.json().await.unwrap();
+        let message = format!("Worker '{}' for model '{MODEL}' became overloaded before dispatch", decode.url());
+        assert_eq!(body["error"]["message"], message);
+        assert_eq!(decode.generation_count(), served);
+        assert_eq!(smg.metric("smg_worker_overload_shed_total", &[("stage", "dispatch")]).await, 1.0);
+        assert_eq!(smg.metric("smg_pd_orphaned_handoffs_total", &[]).await, 1.0);
+        assert_eq!(smg.metric("smg_worker_retries_total", &[]).await, 0.0);
+        smg.until_idle().await;
+        return;
+    }
+    panic!("no report came within 16 s");
 }
 
 #[tokio::test]
@@ -473,100 +380,4 @@ async fn another_prefill_worker_with_room_is_taken_before_anybody_waits() {
     until_queued(&smg, 1.0).await;
     both.iter().chain([&third]).for_each(tokio::task::JoinHandle::abort);
     smg.until_idle().await;
-}
-
-// ------------------------------------------------------------------ restarts
-
-#[tokio::test]
-async fn an_engine_that_was_started_anew_is_asked_again_and_keeps_its_registered_engine_id() {
-    let engine = || MockEngine::builder().engine(Engine::Vllm).role(Role::Prefill).connector(Connector::Mooncake);
-    let prefill = engine().model(MODEL).start().await.unwrap();
-    let smg = Smg::launch(&["--health-check-interval-secs", "1", "--load-monitor-interval", "1"]).await;
-    let declared = json!({"kv_connector": "MooncakeConnector", "kv_engine_id": "registered", "runtime_type": "vllm"});
-    let id = smg.register(&spec_with(&prefill, "prefill", declared)).await;
-    eventually("its start time is known", || async {
-        (prefill.requests().iter().filter(|request| request.path == "/metrics").count() >= 3).then_some(())
-    })
-    .await;
-    let asked = || prefill.requests().iter().filter(|request| request.path == "/v1/models").count();
-    let before = asked();
-    prefill.restart().await.unwrap();
-    eventually("the restart was noticed", || async {
-        (smg.metric("smg_worker_restarts_total", &[("worker_type", "prefill")]).await == 1.0).then_some(())
-    })
-    .await;
-    eventually("it was asked again", || async { (asked() > before).then_some(()) }).await;
-    let worker = smg.get_json(&format!("/workers/{id}")).await;
-    assert_eq!(worker["kv_engine_id"], "registered");
-    assert!(smg.log().contains("the engine was started anew"));
-}
-
-// ------------------------------------------------------------------ data-parallel ranks
-
-#[tokio::test]
-async fn each_data_parallel_rank_is_a_worker_and_its_legs_carry_it() {
-    let engine = |role| MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).dp_size(2).start();
-    let (prefill, decode) = (engine(Role::Prefill).await.unwrap(), engine(Role::Decode).await.unwrap());
-    let smg = Smg::launch(&["--dp-aware", "--policy", "round_robin"]).await;
-    let (_, engine_id) = smg.register_pair(&prefill, &decode).await;
-    let list = smg.get_json("/workers").await;
-    let workers = list["workers"].as_array().unwrap();
-    let urls: std::collections::BTreeSet<&str> = workers.iter().map(|worker| worker["url"].as_str().unwrap()).collect();
-    let expected: std::collections::BTreeSet<String> =
-        [&prefill, &decode].iter().flat_map(|engine| (0..2).map(|rank| format!("{}@{rank}", engine.url()))).collect();
-    assert_eq!(urls, expected.iter().map(String::as_str).collect());
-    let rank = workers.iter().find(|worker| worker["url"] == format!("{}@1", decode.url())).unwrap();
-    assert_eq!(
-        (&rank["dp_base_url"], &rank["dp_rank"], &rank["dp_size"]),
-        (&json!(decode.url()), &json!(1), &json!(2))
-    );
-
-    let mut routed = std::collections::BTreeSet::new();
-    for _ in 0..8 {
-        let response = smg.post(CHAT, &chat()).await;
-        assert_eq!(response.status(), 200);
-        routed.insert(response.headers()["x-smg-routed-worker-id"].to_str().unwrap().to_owned());
-    }
-    assert_eq!(routed, (0..2).map(|rank| format!("{}@{rank}", decode.url())).collect());
-    for (prefill_leg, decode_leg) in prefill.generations().iter().zip(&decode.generations()) {
-        let (prefill_leg, decode_leg) = (prefill_leg.json(), decode_leg.json());
-        assert!(
-            prefill_leg["routed_dp_rank"].as_u64().unwrap() < 2 && decode_leg["routed_dp_rank"].as_u64().unwrap() < 2
-        );
-        assert_eq!(decode_leg["disagg_prefill_dp_rank"], prefill_leg["routed_dp_rank"]);
-        assert_eq!(decode_leg["bootstrap_room"], prefill_leg["bootstrap_room"]);
-    }
-
-    // A rank cannot go alone; its engine goes whole.
-    let rank_id = rank["id"].as_str().unwrap();
-    assert_eq!(smg.get_json(&format!("/workers/{rank_id}")).await["url"], rank["url"]);
-    let refused = smg.client.delete(format!("{}/workers/{rank_id}", smg.url)).send().await.unwrap();
-    assert_eq!(refused.status(), StatusCode::BAD_REQUEST);
-    assert!(refused.text().await.unwrap().contains(&engine_id));
-    smg.set_policy("default", &json!({"dp_aware": true, "health": {"drain_settle_secs": 1}})).await;
-    smg.remove(&engine_id).await;
-    assert_eq!(smg.get_json("/workers").await["total"], 2);
-    smg.until_idle().await;
-}
-
-#[tokio::test]
-async fn a_mooncake_rank_mints_the_engine_id_of_its_rank() {
-    let (prefill, decode) =
-        (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
-    let smg = Smg::launch(&["--dp-aware", "--policy", "round_robin", "--disable-retries"]).await;
-    let declared = json!({"kv_connector": "MooncakeConnector", "kv_engine_id": "E", "labels": {"dp_size": "2"}});
-    smg.register(&spec_with(&prefill, "prefill", declared)).await;
-    smg.register(&spec_with(&decode, "decode", json!({"kv_connector": "MooncakeConnector"}))).await;
-    for engine in [&prefill, &decode] {
-        engine.set_fault(anything());
-    }
-    for _ in 0..4 {
-        assert_eq!(smg.post(CHAT, &chat()).await.status(), 200);
-    }
-    let minted: std::collections::BTreeSet<String> = decode
-        .generations()
-        .iter()
-        .map(|leg| leg.json()["kv_transfer_params"]["remote_engine_id"].as_str().unwrap().to_owned())
-        .collect();
-    assert_eq!(minted, ["E_dp0", "E_dp1"].map(str::to_owned).into());
 }

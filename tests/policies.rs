@@ -19,10 +19,7 @@ struct Fleet {
 async fn engines(smg: &Smg, model: &str, role: Role, worker_type: &str, count: usize) -> Vec<MockEngine> {
     let mut engines = Vec::new();
     for _ in 0..count {
-        // They report no load: placement depends on this gateway's requests alone.
-        let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(model);
-        let engine = engine.override_path("/v1/loads", 404, "{}").override_path("/metrics", 404, "{}");
-        let engine = engine.start().await.unwrap();
+        let engine = silent(role, model).await;
         smg.register(&spec(&engine, worker_type)).await;
         engines.push(engine);
     }

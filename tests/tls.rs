@@ -10,6 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use reqwest::StatusCode;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use serde_json::json;
 use support::*;
@@ -180,8 +181,11 @@ async fn files_that_cannot_be_used_stop_the_start_and_are_named() {
 
 /// Puts TLS in front of an engine. Returns its port.
 async fn behind_tls(engine: &MockEngine, (certificate, key): &(String, String)) -> u16 {
-    let config =
-        ServerConfig::builder().with_no_client_auth().with_single_cert(chain(certificate), private(key)).unwrap();
+    let config = ServerConfig::builder().with_no_client_auth().with_single_cert(chain(certificate), private(key));
+    behind(engine, config.unwrap()).await
+}
+
+async fn behind(engine: &MockEngine, config: ServerConfig) -> u16 {
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (port, inner) = (listener.local_addr().unwrap().port(), engine.port());
@@ -219,6 +223,37 @@ async fn https_workers_are_served_when_their_root_is_trusted_and_fail_registrati
     eventually("the reason is readable", || async {
         let worker = distrustful.get_json(&format!("/workers/{id}")).await;
         worker["job_status"]["message"].as_str().filter(|message| message.contains("certificate")).map(drop)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_worker_that_wants_a_certificate_of_its_clients_gets_the_gateways() {
+    let authority = Authority::new();
+    let engine = sglang(Role::Regular).await;
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(authority.pem.as_bytes()).unwrap()).unwrap();
+    let clients = WebPkiClientVerifier::builder(Arc::new(roots)).build().unwrap();
+    let (certificate, key) = authority.issue();
+    let config = ServerConfig::builder().with_client_cert_verifier(clients);
+    let port = behind(&engine, config.with_single_cert(chain(&certificate), private(&key)).unwrap()).await;
+    let registration = spec_with(&engine, "regular", json!({"url": format!("https://localhost:{port}")}));
+
+    let directory = tempfile::tempdir().unwrap();
+    let roots = write(&directory.path().join("roots.pem"), &authority.pem);
+    let files = Files::new(&authority.issue());
+    let identity = [&files.certificate, &files.key].map(|path| path.to_str().unwrap());
+    let flags = ["--ca-cert-paths", &roots, "--client-cert-path", identity[0], "--client-key-path", identity[1]];
+    let smg = Smg::launch(&flags).await;
+    smg.register(&registration).await;
+    for (path, body) in requests() {
+        assert_eq!(smg.post(path, &body).await.status(), StatusCode::OK, "{path}");
+    }
+    let nameless = Smg::launch(&["--ca-cert-paths", &roots, "--worker-startup-timeout-secs", "1"]).await;
+    let accepted = nameless.post("/workers", &registration).await;
+    let location = accepted.headers()["location"].to_str().unwrap().to_owned();
+    eventually("it is not let in", || async {
+        (nameless.get_json(&location).await["job_status"]["status"] == "failed").then_some(())
     })
     .await;
 }

@@ -91,12 +91,8 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        feature: "choosing data-parallel ranks by their tokens",
-        flags: &[switch(&["dp-minimum-tokens-scheduler"])],
-    },
-    Group {
         feature: "judging workers by their silence",
-        flags: &[one(&["worker-stall-secs"]), one(&["worker-wedge-secs"]), one_or_off(&["worker-stale-secs"], &["0"])],
+        flags: &[one(&["worker-wedge-secs"]), one_or_off(&["worker-stale-secs"], &["0"])],
     },
     Group {
         feature: "the reinforcement-learning control API",

@@ -227,6 +227,9 @@ impl LaunchFlags {
                 format!("{flag} without --pd-disaggregation counts only for prefill and decode workers added later")
             }));
         }
+        if self.policy.dp_minimum_tokens_scheduler && !self.policy.dp_aware {
+            warnings.push("--dp-minimum-tokens-scheduler has no effect without --dp-aware".to_owned());
+        }
         if self.fleet.part_tls.insecure {
             warnings.push("--insecure: the parts of the fleet speak without TLS".to_owned());
         }

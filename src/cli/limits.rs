@@ -73,6 +73,9 @@ pub struct EdgeArgs {
     /// Pause between two load reports of one engine, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     pub load_monitor_interval: u64,
+    /// Silence of an engine after which a load report that breaks off takes it out of rotation, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 2)]
+    pub worker_stall_secs: u64,
     /// Ask engines for their load only while a policy or overload protection needs it
     #[arg(long)]
     pub disable_load_monitoring: bool,

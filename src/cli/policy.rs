@@ -42,6 +42,9 @@ pub struct PolicyFlags {
     /// Route to single data-parallel ranks: each rank of an engine is one worker
     #[arg(long)]
     pub dp_aware: bool,
+    /// Of the ranks of the engine that the policy chose, take the one with the fewest tokens; needs --dp-aware
+    #[arg(long)]
+    pub dp_minimum_tokens_scheduler: bool,
     /// Accepted for compatibility: several models and both wires are always served
     #[arg(long)]
     pub enable_igw: bool,
@@ -55,6 +58,7 @@ impl PolicyFlags {
         document.decode_policy = self.decode_policy;
         document.pairing_mode = self.pd_pairing_mode;
         document.dp_aware = self.dp_aware.then_some(true);
+        document.dp_minimum_tokens = self.dp_minimum_tokens_scheduler.then_some(true);
     }
 
     /// The per-leg flags that were given, for messages.

@@ -30,9 +30,9 @@ impl Kind {
         matches!(self.connector, Connector::MoriioRead | Connector::MoriioWrite)
     }
 
-    /// Whether its engines may come back under another id. A Mooncake engine's is registered, and MoRI-IO's peers hold on to it.
+    /// Whether its engines may come back under another id. MoRI-IO's peers hold on to it.
     pub fn may_change_its_id(&self) -> bool {
-        self.engine == Engine::Sglang || self.connector == Connector::Nixl
+        !self.is_moriio()
     }
 }
 
@@ -51,10 +51,14 @@ pub fn kinds() -> [Kind; 6] {
     [
         kind("sglang", Engine::Sglang, Connector::None, "cache_aware", |_, _| json!({})),
         kind("nixl", Engine::Vllm, Connector::Nixl, "power_of_two", |_, _| json!({"kv_connector": "NixlConnector"})),
-        kind("mooncake", Engine::Vllm, Connector::Mooncake, "least_load", |engine, role| match role {
-            Role::Prefill => json!({"kv_connector": "MooncakeConnector", "kv_engine_id": engine.engine_id()}),
-            _ => json!({"kv_connector": "MooncakeConnector"}),
-        }),
+        // Its engine ids are learned, each time an engine was started.
+        kind(
+            "mooncake",
+            Engine::Vllm,
+            Connector::Mooncake,
+            "least_load",
+            |_, _| json!({"kv_connector": "MooncakeConnector"}),
+        ),
         kind("moriio-read", Engine::Vllm, Connector::MoriioRead, "round_robin", |engine, _| {
             moriio(engine, "read", "sequential")
         }),

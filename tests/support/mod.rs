@@ -4,6 +4,9 @@
 //! with a deadline.
 #![allow(dead_code, unused_imports, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+pub mod fleet;
+pub mod refusals;
+
 use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::fs::File;
@@ -347,6 +350,12 @@ pub fn spec_with(engine: &MockEngine, worker_type: &str, fields: Value) -> Value
 /// A SGLang engine.
 pub async fn sglang(role: Role) -> MockEngine {
     MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).start().await.unwrap()
+}
+
+/// A SGLang engine that reports no load: placement depends on the gateway's own requests alone.
+pub async fn silent(role: Role, model: &str) -> MockEngine {
+    let engine = MockEngine::builder().engine(Engine::Sglang).role(role).model(model);
+    engine.override_path("/v1/loads", 404, "{}").override_path("/metrics", 404, "{}").start().await.unwrap()
 }
 
 /// A vLLM engine with a connector.

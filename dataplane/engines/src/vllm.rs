@@ -10,6 +10,7 @@
 //! object byte for byte, an object minted here, or nothing.
 
 use bytes::Bytes;
+use http::HeaderName;
 use smg_fleet::policy::ClientHandoffFields;
 use uuid::Uuid;
 
@@ -19,7 +20,11 @@ use crate::json;
 use crate::splice::{Edits, SplicedBody};
 
 /// Port of Mooncake's bootstrap server when the prefill worker was registered without one.
-pub const MOONCAKE_BOOTSTRAP_PORT: u16 = 8998;
+pub const MOONCAKE_BOOTSTRAP_PORT: u16 = smg_fleet::mooncake::BOOTSTRAP_PORT;
+
+/// The header by which vLLM's API server is told the data-parallel rank of a request (vLLM 0.32). A rank has its own KV cache and, over
+/// Mooncake, its own engine id: a leg that is meant for one rank and computed by another hands nothing over.
+pub const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Tag that makes a prefill engine keep the KV cache for another engine.
 pub(crate) const PREFILL_TAG: &[u8] = br#"{"do_remote_decode":true,"do_remote_prefill":false}"#;

@@ -23,6 +23,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use prometheus::IntGauge;
 use smg_net::tls::WorkerConnector;
 use thiserror::Error;
 use tower::Service;
@@ -85,7 +86,7 @@ impl Connections {
             let rested = pool.take(self.idle_timeout);
             let (mut link, is_new) = match rested {
                 Some(link) => (link, false),
-                None => (self.connect(address).await?, true),
+                None => (self.connect(pool, address).await?, true),
             };
             match link.send(request).await {
                 Ok(response) => {
@@ -111,19 +112,20 @@ impl Connections {
         address: &Uri,
         request: Request<LegBody>,
     ) -> Result<Response<Answer>, ExchangeError> {
-        let mut link = self.connect(address).await?;
+        let mut link = self.connect(pool, address).await?;
         let response = link.send(request).await.map_err(|error| error.into_error())?;
         let pool = Arc::clone(pool);
         Ok(response.map(|incoming| Answer::new(incoming, link, pool)))
     }
 
-    async fn connect(&self, address: &Uri) -> Result<Box<Link>, ExchangeError> {
+    async fn connect(&self, pool: &Pool, address: &Uri) -> Result<Box<Link>, ExchangeError> {
         let stream = self.connector.clone().call(address.clone()).await.map_err(ExchangeError::Connect)?;
         let answered = Answered::default();
         let stream = TokioIo::new(Noting::new(TokioIo::new(stream), answered.clone()));
         let (sender, connection) = self.http.handshake(stream).await?;
-        let bell = Bell::new();
-        Ok(Box::new(Link { sender, connection, answered, waker: Waker::from(Arc::clone(&bell)), bell, ended: false }))
+        let (bell, _open) = (Bell::new(), Open::new(&pool.open));
+        let waker = Waker::from(Arc::clone(&bell));
+        Ok(Box::new(Link { sender, connection, answered, waker, bell, ended: false, _open }))
     }
 }
 
@@ -141,13 +143,20 @@ pub async fn sweep_for_ever(core: Arc<Core>) {
 }
 
 /// Connections at rest to one worker.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Pool {
     /// The one used last is the last, and the first to be used again.
     idle: Mutex<Vec<(Box<Link>, Instant)>>,
+    /// Counts those in use too.
+    open: IntGauge,
 }
 
 impl Pool {
+    /// No connection yet; `open` counts those that are made.
+    pub fn new(open: IntGauge) -> Self {
+        Self { idle: Mutex::default(), open }
+    }
+
     /// A connection that the worker has not closed, as far as is known.
     fn take(&self, idle_timeout: Duration) -> Option<Box<Link>> {
         loop {
@@ -189,6 +198,23 @@ struct Link {
     /// That bell's.
     waker: Waker,
     ended: bool,
+    _open: Open,
+}
+
+/// Counts one connection as open until it is dropped.
+struct Open(IntGauge);
+
+impl Open {
+    fn new(gauge: &IntGauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
 }
 
 impl std::fmt::Debug for Link {

@@ -64,6 +64,13 @@ impl<'a> Hints<'a> {
         self.target_worker
     }
 
+    /// What the prompt costs to compute, in tokens: their number where the client sent tokens, else 1.3 for each word; at least 1.
+    pub fn prompt_cost(&self) -> u64 {
+        let prompt = self.prompt.get_or_init(|| Prompt::read(self.body));
+        let words = || (prompt.text.split_whitespace().count() as f64 * 1.3).ceil() as u64;
+        prompt.token_ids.as_ref().map_or_else(words, |ids| ids.len() as u64).max(1)
+    }
+
     /// What `policy` sees of the request.
     pub fn view<'v>(&'v self, model: &'v str, policy: &dyn Policy, now_ms: u64) -> RequestView<'v> {
         let view = RequestView::new(model).with_routing_key(self.routing_key).with_client(self.client).at(now_ms);
@@ -177,6 +184,19 @@ mod tests {
         for (text, session) in [(r#"{"rid":"a_t1"}"#, Some("a")), (r#"{"rid":["a"]}"#, None), ("{}", None)] {
             let (headers, body) = (headers(&[]), body(text));
             assert_eq!(Hints::new(&headers, &body, &names()).view("m", &*policy, 0).session, session, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_prompt_costs_its_tokens_or_a_little_more_than_its_words() {
+        let headers = headers(&[]);
+        for (text, cost) in [
+            (r#"{"input_ids":[1,2,3,4,5]}"#, 5),
+            (r#"{"text":"once upon a time"}"#, 6),
+            (r#"{"text":"one"}"#, 2),
+            ("{}", 1),
+        ] {
+            assert_eq!(Hints::new(&headers, &body(text), &names()).prompt_cost(), cost, "{text}");
         }
     }
 

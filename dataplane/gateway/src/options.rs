@@ -62,6 +62,8 @@ pub struct LoadMonitorOptions {
     pub interval: Duration,
     /// Ask only while a policy or overload protection needs the answers.
     pub only_if_needed: bool,
+    /// Silence after which an engine that cannot be asked leaves rotation.
+    pub stall: Duration,
 }
 
 impl LoadMonitorOptions {
@@ -73,7 +75,7 @@ impl LoadMonitorOptions {
 
 impl Default for LoadMonitorOptions {
     fn default() -> Self {
-        Self { interval: Duration::from_secs(10), only_if_needed: false }
+        Self { interval: Duration::from_secs(10), only_if_needed: false, stall: Duration::from_secs(2) }
     }
 }
 

@@ -481,6 +481,9 @@ impl Choice<'_> {
             let candidate = Candidate::new(worker.key(), worker.url.as_str(), worker.runtime.load());
             claim.hold(policy.begin(&candidate, &self.hints.view(&self.pool.model, &**policy, self.now_ms)));
         }
+        if self.pool.settings.dp_minimum_tokens && worker.dp_rank.is_some() {
+            worker.runtime.add_tokens(self.hints.prompt_cost());
+        }
         Some(claim)
     }
 
@@ -498,11 +501,7 @@ impl Choice<'_> {
         let pool = self.pool;
         let policy = pool.policies.of(leg);
         let candidate = |index: &usize| {
-            let worker = match role {
-                Leg::Regular => &pool.regulars[*index],
-                Leg::Prefill => &pool.prefills[*index].worker,
-                Leg::Decode => &pool.decodes[*index],
-            };
+            let worker = self.worker(role, *index);
             Candidate::new(worker.key(), worker.url.as_str(), worker.runtime.load())
                 .with_report(worker.runtime.report.load(self.now_ms))
         };
@@ -520,7 +519,26 @@ impl Choice<'_> {
         let pick = policy.decide(&candidates, &request, entropy);
         picks.push(Picked { leg, policy: policy.name(), branch: pick.branch, match_ratio: pick.match_ratio });
         let declined = SelectError::Declined { policy: policy.name(), leg };
-        pick.index.filter(|index| *index < rest.len()).ok_or(declined)
+        let picked = pick.index.filter(|index| *index < rest.len()).ok_or(declined)?;
+        let by_tokens = pool.settings.dp_minimum_tokens && target.is_none();
+        Ok(if by_tokens { self.rank_with_fewest_tokens(role, rest, picked) } else { picked })
+    }
+
+    /// The place of the rank with the fewest tokens, among the candidates that are ranks of the same engine as the one at `picked`.
+    fn rank_with_fewest_tokens(&self, role: Leg, rest: &Indices, picked: usize) -> usize {
+        let worker = |place: usize| self.worker(role, rest[place]);
+        let Some(engine) = worker(picked).record.dp_base_url() else { return picked };
+        let ranks = (0..rest.len()).filter(|place| worker(*place).record.dp_base_url() == Some(engine));
+        ranks.min_by_key(|place| (worker(*place).runtime.tokens(), *place != picked)).unwrap_or(picked)
+    }
+
+    /// The worker of a role at this place in its list.
+    fn worker(&self, role: Leg, index: usize) -> &Arc<RoutedWorker> {
+        match role {
+            Leg::Regular => &self.pool.regulars[index],
+            Leg::Prefill => &self.pool.prefills[index].worker,
+            Leg::Decode => &self.pool.decodes[index],
+        }
     }
 }
 

@@ -73,6 +73,8 @@ pub struct Footprint {
     pub text_bytes: usize,
     /// Prompt tokens among them.
     pub tokens: usize,
+    /// Heads of prompts among the entries.
+    pub placements: usize,
     /// Workers they refer to.
     pub workers: usize,
 }
@@ -111,6 +113,11 @@ pub trait Policy: Send + Sync + std::fmt::Debug {
 
     /// The leg's workers are now exactly these, available or not: what is remembered of others is forgotten.
     fn retain(&self, _workers: &[WorkerKey]) {}
+
+    /// How many keys it keeps on the worker at `url`.
+    fn keys_on(&self, _url: &str) -> u64 {
+        0
+    }
 
     /// What it remembers at the moment.
     fn footprint(&self) -> Footprint {

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use smg_fleet::policy::PolicyName;
 use smg_fleet::tuning::AssignmentMode;
 
-use crate::pins::{Pins, assign, hashed, worker};
+use crate::pins::{Pins, assign, at, hashed, worker};
 use crate::{Candidate, Footprint, Pick, Policy, RequestView};
 
 /// How `manual` assigns and forgets.
@@ -79,6 +79,10 @@ impl Policy for Manual {
             pins.pin(key, worker(candidate), request.now_ms, self.tuning.max_keys);
         }
         Pick::new(assigned, if known[0].is_some() { "occupied_miss" } else { "vacant" })
+    }
+
+    fn keys_on(&self, url: &str) -> u64 {
+        self.pins.lock().group_size(at(url))
     }
 
     fn footprint(&self) -> Footprint {

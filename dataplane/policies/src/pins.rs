@@ -19,7 +19,12 @@ const EXPIRED_PER_PICK: usize = 4;
 
 /// A worker as pins name it: a hash of its URL.
 pub(crate) fn worker(candidate: &Candidate<'_>) -> u64 {
-    xxh3_64(candidate.url.as_bytes())
+    at(candidate.url)
+}
+
+/// The worker at `url` as pins name it.
+pub(crate) fn at(url: &str) -> u64 {
+    xxh3_64(url.as_bytes())
 }
 
 /// A key of one model.

@@ -15,7 +15,7 @@ use smg_fleet::policy::PolicyName;
 use smg_fleet::tuning::AssignmentMode;
 
 use crate::manual::ManualTuning;
-use crate::pins::{Pins, assign, hashed, worker};
+use crate::pins::{Pins, assign, at, hashed, worker};
 use crate::{Candidate, Footprint, Pick, Policy, RequestView, WorkerKey};
 
 /// Requests of one session that may run on its worker before another gets the next.
@@ -133,6 +133,10 @@ impl Policy for Sticky {
 
     fn retain(&self, workers: &[WorkerKey]) {
         self.inner.retain(workers);
+    }
+
+    fn keys_on(&self, url: &str) -> u64 {
+        self.inner.keys_on(url) + self.pins.lock().group_size(at(url))
     }
 
     fn footprint(&self) -> Footprint {

@@ -200,6 +200,9 @@ pub struct PolicyDocument {
     /// How long a request waits for rooms on its decode worker, where engines speak token ids. 0 = not at all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pd_admission_wait_secs: Option<u64>,
+    /// Whether the policy's choice of a data-parallel rank gives way to the rank of the same engine with the fewest tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dp_minimum_tokens: Option<bool>,
 }
 
 named! {
@@ -412,6 +415,7 @@ pub struct Settings {
     pub prefill_admission: PrefillAdmission,
     pub dp_aware: bool,
     pub pd_admission_wait_secs: u64,
+    pub dp_minimum_tokens: bool,
 }
 
 impl Settings {
@@ -485,6 +489,7 @@ impl Settings {
             prefill_admission: PrefillAdmission::resolve(model, default),
             dp_aware: default.and_then(|document| document.dp_aware).unwrap_or(false),
             pd_admission_wait_secs: first(documents, |document| document.pd_admission_wait_secs).unwrap_or(30),
+            dp_minimum_tokens: first(documents, |document| document.dp_minimum_tokens).unwrap_or(false),
         }
     }
 }

@@ -380,6 +380,7 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
         prefill_admission: document.prefill_admission.as_ref().map(tuning::prefill_admission_to_pb),
         dp_aware: document.dp_aware,
         pd_admission_wait_secs: document.pd_admission_wait_secs,
+        dp_minimum_tokens: document.dp_minimum_tokens,
     }
 }
 
@@ -450,6 +451,7 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
         prefill_admission: document.prefill_admission.map(tuning::prefill_admission_from_pb),
         dp_aware: document.dp_aware,
         pd_admission_wait_secs: document.pd_admission_wait_secs,
+        dp_minimum_tokens: document.dp_minimum_tokens,
     })
 }
 

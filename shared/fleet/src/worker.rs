@@ -524,8 +524,12 @@ impl Worker {
 
     /// vLLM's KV engine id: declared, else reported. A restart of the engine may change it.
     pub fn kv_engine_id(&self) -> Option<&str> {
-        let reported = || self.facts.as_ref().and_then(|facts| facts.kv_engine_id.as_deref());
-        self.spec.kv_engine_id.as_deref().or_else(reported)
+        self.spec.kv_engine_id.as_deref().or_else(|| self.learned_engine_id())
+    }
+
+    /// The KV engine id that the engine itself reported, or its bootstrap server ([`crate::mooncake`]).
+    pub fn learned_engine_id(&self) -> Option<&str> {
+        self.facts.as_ref()?.kv_engine_id.as_deref()
     }
 
     /// One label: the operator's, else the engine's.

@@ -3,6 +3,7 @@
 //! Every metric is declared once, in [`metrics`], with its help text and labels; nothing else registers one. Log targets are those of the
 //! documented system, whatever our crates are called: [`SMG`] for the life of the process, [`ROUTERS`] for routing decisions.
 
+pub mod ages;
 pub mod fleet;
 pub mod logs;
 pub mod metrics;

@@ -7,9 +7,11 @@ use std::collections::{BTreeSet, HashMap};
 
 use prometheus::core::{Collector, MetricVec, MetricVecBuilder};
 use prometheus::{
-    Encoder, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry, TextEncoder,
+    Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
+    Opts, Registry, TextEncoder,
 };
+
+use crate::ages::InflightAges;
 
 /// Buckets of durations, in seconds, unless the process is told others.
 pub const DURATION_BUCKETS: [f64; 29] = [
@@ -17,6 +19,7 @@ pub const DURATION_BUCKETS: [f64; 29] = [
     240.0, 300.0, 480.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0, 5400.0, 7200.0,
 ];
 const TENTH_BUCKETS: [f64; 11] = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0];
+const DELAY_BUCKETS: [f64; 10] = [0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 const BACKOFF_BUCKETS: [f64; 12] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
 
 macro_rules! metrics {
@@ -50,10 +53,15 @@ macro_rules! metrics {
     (@bounds durations $d:ident) => { $d };
     (@bounds tenths $d:ident) => { TENTH_BUCKETS };
     (@bounds backoffs $d:ident) => { BACKOFF_BUCKETS };
+    (@bounds delays $d:ident) => { DELAY_BUCKETS };
     (@build IntCounter, $name:literal, $help:literal, [], [], $d:ident) => { IntCounter::new($name, $help)? };
     (@build IntGauge, $name:literal, $help:literal, [], [], $d:ident) => { IntGauge::new($name, $help)? };
+    (@build Gauge, $name:literal, $help:literal, [], [], $d:ident) => { Gauge::new($name, $help)? };
     (@build IntCounterVec, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
         IntCounterVec::new(Opts::new($name, $help), &[$($label),+])?
+    };
+    (@build InflightAges, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
+        InflightAges::new(Opts::new($name, $help), &[$($label),+])?
     };
     (@build IntGaugeVec, $name:literal, $help:literal, [$($label:literal),+], [], $d:ident) => {
         IntGaugeVec::new(Opts::new($name, $help), &[$($label),+])?
@@ -80,6 +88,7 @@ metrics! {
     admission_inflight: IntGauge("smg_admission_inflight", "Admitted requests whose response has not ended.");
     admission_queue_rejected: IntCounterVec("smg_admission_queue_rejected_total", "Requests refused because the admission queue was full, or the wait too long.", ["reason"]);
     http_requests_active: IntGauge("smg_http_requests_active", "Requests between arrival and the end of their response body.");
+    http_inflight_ages: InflightAges("smg_http_inflight_request_age_count", "Requests between arrival and the end of their response body whose age in seconds lies above gt and at most at le; not cumulative.", ["gt", "le"]);
     router_requests: IntCounterVec("smg_router_requests_total", "Requests routed to workers.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "streaming"]);
     router_request_duration: HistogramVec("smg_router_request_duration_seconds", "Time from routing to the end of the response body.", ["router_type", "backend_type", "connection_mode", "model", "endpoint"], buckets = durations);
     router_request_errors: IntCounterVec("smg_router_request_errors_total", "Routed requests that ended in an error.", ["router_type", "backend_type", "connection_mode", "model", "endpoint", "error_type"]);
@@ -110,7 +119,9 @@ metrics! {
     pd_prefill_admission_wait: Histogram("smg_pd_prefill_admission_wait_seconds", "Time that requests waited for a prefill worker.", buckets = durations);
     pd_prefill_admission_rejections: IntCounterVec("smg_pd_prefill_admission_rejections_total", "Requests that waited for a prefill worker in vain, or were not let into the queue.", ["reason"]);
     worker_pool_size: IntGaugeVec("smg_worker_pool_size", "Registered workers.", ["worker_type", "connection_mode", "model"]);
+    worker_connections_active: IntGaugeVec("smg_worker_connections_active", "Open connections of legs to workers, those at rest included.", ["worker_type", "connection_mode"]);
     worker_requests_active: IntGaugeVec("smg_worker_requests_active", "In-flight requests of this gateway per worker.", ["worker"]);
+    worker_routing_keys_active: IntGaugeVec("smg_worker_routing_keys_active", "Routing keys and sessions that policies keep on a worker.", ["worker"]);
     worker_health: IntGaugeVec("smg_worker_health", "1 = healthy, 0 = not.", ["worker"]);
     worker_http2: IntGaugeVec("smg_worker_http2", "1 = the engine speaks HTTP/2 without TLS, 0 = not.", ["worker"]);
     worker_requests: IntCounterVec("smg_worker_requests_total", "Requests sent to a worker.", ["worker", "model"]);
@@ -129,7 +140,7 @@ metrics! {
     worker_retry_backoff: HistogramVec("smg_worker_retry_backoff_seconds", "Delays before further attempts.", ["attempt"], buckets = backoffs);
     worker_paced: IntCounterVec("smg_worker_paced_total", "Answers by which a worker asked for a pause (429 or 503 with Retry-After).", ["worker"]);
     workers_overloaded: IntGaugeVec("smg_workers_overloaded", "Workers that overload protection passes over, as of their last load report.", ["model"]);
-    worker_overload_shed: IntCounterVec("smg_worker_overload_shed_total", "Requests refused because every worker that could serve them was overloaded.", ["stage"]);
+    worker_overload_shed: IntCounterVec("smg_worker_overload_shed_total", "Requests refused because every worker that could serve them was overloaded (selection), or the selected one became so before its leg was sent (dispatch).", ["stage"]);
     worker_overload_fallback: IntCounterVec("smg_worker_overload_fallback_total", "Requests sent to the least loaded of overloaded workers.", ["stage"]);
     worker_restarts: IntCounterVec("smg_worker_restarts_total", "Engines that were started anew behind a registered worker, as active probes saw it.", ["worker_type"]);
     worker_stalled: IntGaugeVec("smg_worker_stalled", "1 = this gateway ejected the worker.", ["worker", "reason"]);
@@ -153,6 +164,7 @@ metrics! {
     routing_key_source: IntCounterVec("smg_routing_key_source_total", "Selections by where their routing key came from: header, or none.", ["source"]);
     cache_tree_chars: IntGaugeVec("smg_cache_tree_chars", "Bytes of prompt text that the cache_aware policies of a model remember, all legs together.", ["model"]);
     cache_tree_tokens: IntGaugeVec("smg_cache_tree_tokens", "Prompt tokens that the cache_aware policies of a model remember, all legs together.", ["model"]);
+    cache_placement_entries: IntGaugeVec("smg_cache_placement_entries", "Heads of prompts that the cache_aware policies of a model remember with --cache-index hash, all legs together.", ["model"]);
     cache_tree_tenants: IntGaugeVec("smg_cache_tree_tenants", "Workers that a cache_aware policy remembers prompts of, per leg.", ["model", "tree"]);
     policy_memory_bytes: IntGaugeVec("smg_policy_memory_bytes", "What the policy of a leg remembers, bookkeeping included.", ["model", "leg", "policy"]);
     decisions_dropped: IntCounter("smg_decisions_dropped_total", "Decision records that left the ring.");
@@ -171,6 +183,10 @@ metrics! {
     tokio_workers: IntGauge("smg_tokio_workers", "Threads of the runtime.");
     tokio_alive_tasks: IntGauge("smg_tokio_alive_tasks", "Tasks of the runtime that have not ended.");
     tokio_global_queue_depth: IntGauge("smg_tokio_global_queue_depth", "Tasks that wait in the runtime's global queue.");
+    tokio_worker_parks: IntCounter("smg_tokio_worker_parks_total", "Times that threads of the runtime went to sleep for want of work.");
+    tokio_worker_busy_ratio: Gauge("smg_tokio_worker_busy_ratio", "Share of the last second in which the threads of the runtime had work, on average, 0 to 1.");
+    tokio_event_loop_delay: Histogram("smg_tokio_event_loop_delay_seconds", "How late a timer of the runtime fires.", buckets = delays);
+    tokio_event_loop_stalls: IntCounter("smg_tokio_event_loop_stalls_total", "Timers of the runtime that fired more than a tenth of a second late.");
     store_commits: IntCounter("smg_store_commits_total", "Durable commits of the store.");
 }
 

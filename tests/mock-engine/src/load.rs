@@ -1,5 +1,6 @@
 //! How busy an engine is: requests inside, requests running, and what they have cost.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -29,6 +30,20 @@ struct Levels {
     active: Level,
     waiting: Level,
     running: Level,
+    ranks: Mutex<BTreeMap<u64, RankLevel>>,
+}
+
+/// Requests of one data-parallel rank.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct RankLevel {
+    pub(crate) waiting: usize,
+    pub(crate) running: usize,
+}
+
+impl Levels {
+    fn of_rank(&self, rank: u64, change: impl FnOnce(&mut RankLevel)) {
+        change(self.ranks.lock().entry(rank).or_default());
+    }
 }
 
 /// See the module's head.
@@ -59,18 +74,30 @@ impl Load {
 
     /// Waits for a place in the running batch.
     pub(crate) async fn run(&self) -> Running {
+        self.run_on(0).await
+    }
+
+    /// As [`Load::run`], on this data-parallel rank. All ranks share the places.
+    pub(crate) async fn run_on(&self, rank: u64) -> Running {
         let places = self.places.lock().clone();
         let permit = match places {
             None => None,
             Some(places) => {
                 self.levels.waiting.up();
-                let _waiting = Waiting(&self.levels);
+                self.levels.of_rank(rank, |level| level.waiting += 1);
+                let _waiting = Waiting(&self.levels, rank);
                 // Never closed, so it always comes.
                 places.acquire_owned().await.ok()
             }
         };
         self.levels.running.up();
-        Running { levels: Arc::clone(&self.levels), _permit: permit }
+        self.levels.of_rank(rank, |level| level.running += 1);
+        Running { levels: Arc::clone(&self.levels), rank, _permit: permit }
+    }
+
+    /// What waits and runs on one data-parallel rank.
+    pub(crate) fn rank(&self, rank: u64) -> RankLevel {
+        self.levels.ranks.lock().get(&rank).copied().unwrap_or_default()
     }
 
     pub(crate) fn active(&self) -> usize {
@@ -102,22 +129,25 @@ impl Drop for Active {
     }
 }
 
-struct Waiting<'a>(&'a Levels);
+struct Waiting<'a>(&'a Levels, u64);
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.0.waiting.down();
+        self.0.of_rank(self.1, |level| level.waiting -= 1);
     }
 }
 
 /// A place in the running batch.
 pub(crate) struct Running {
     levels: Arc<Levels>,
+    rank: u64,
     _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         self.levels.running.down();
+        self.levels.of_rank(self.rank, |level| level.running -= 1);
     }
 }

@@ -79,8 +79,10 @@ async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
         Ok(job) => job,
         Err(message) => return bad(message),
     };
-    let rendezvous = match Rendezvous::read(core, &object, &job) {
-        Ok(rendezvous) => rendezvous,
+    let read = routed_rank(core, &object)
+        .and_then(|rank| Ok((Rendezvous::read(core, &object, &job, rank)?, rank.unwrap_or_default())));
+    let (rendezvous, rank) = match read {
+        Ok(read) => read,
         Err(failure) => return refuse(&failure),
     };
     if settings.role == Role::Prefill {
@@ -88,7 +90,7 @@ async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
     }
     job.input_logprobs = settings.role != Role::Decode;
     let job = Arc::new(job);
-    let work = work(Arc::clone(core), Arc::clone(&job), rendezvous);
+    let work = work(Arc::clone(core), Arc::clone(&job), rendezvous, rank);
     deliver(core, job, &FORMAT, work).await
 }
 
@@ -129,19 +131,23 @@ impl<T> Each<T> {
     }
 }
 
-impl Rendezvous {
-    fn read(core: &Core, object: &Object<'_>, job: &Job) -> Result<Self, Failure> {
-        let invalid = |message: String| Failure::new(400, message);
-        let rank = |name: &str| {
-            let rank = object.count(name).map_err(invalid)?;
-            match (rank, core.settings.dp_size) {
-                (Some(rank), Some(size)) if rank >= size => {
-                    Err(invalid(format!("{name}={rank} out of range [0, {size})")))
-                }
-                (rank, _) => Ok(rank),
+/// The data-parallel rank that the request asks for.
+fn routed_rank(core: &Core, object: &Object<'_>) -> Result<Option<u64>, Failure> {
+    let rank = |name: &str| {
+        let rank = object.count(name).map_err(|message| Failure::new(400, message))?;
+        match (rank, core.settings.dp_size) {
+            (Some(rank), Some(size)) if rank >= size => {
+                Err(Failure::new(400, format!("{name}={rank} out of range [0, {size})")))
             }
-        };
-        let routed = rank("routed_dp_rank")?.or(rank("data_parallel_rank")?);
+            (rank, _) => Ok(rank),
+        }
+    };
+    Ok(rank("routed_dp_rank")?.or(rank("data_parallel_rank")?))
+}
+
+impl Rendezvous {
+    fn read(core: &Core, object: &Object<'_>, job: &Job, rank: Option<u64>) -> Result<Self, Failure> {
+        let invalid = |message: String| Failure::new(400, message);
         if core.settings.role == Role::Regular {
             return Ok(Rendezvous::None);
         }
@@ -162,7 +168,7 @@ impl Rendezvous {
             return Err(invalid("bootstrap_room: a batch needs a list with one room per prompt".to_owned()));
         }
         if core.settings.role == Role::Prefill {
-            return Ok(Rendezvous::Prefill { rooms, rank: routed });
+            return Ok(Rendezvous::Prefill { rooms, rank });
         }
         let hosts = object
             .read::<Each<String>>("bootstrap_host")
@@ -198,11 +204,11 @@ impl Rendezvous {
     }
 }
 
-async fn work(core: Arc<Core>, job: Arc<Job>, rendezvous: Rendezvous) -> Result<Prefilled, Failure> {
+async fn work(core: Arc<Core>, job: Arc<Job>, rendezvous: Rendezvous, own: u64) -> Result<Prefilled, Failure> {
     let failed = |reason: String| Failure::new(500, format!("KV transfer failed: {reason}"));
     let running = match rendezvous {
         Rendezvous::None => {
-            let running = core.load.run().await;
+            let running = core.load.run_on(own).await;
             core.compute(job.prompt_tokens()).await;
             running
         }
@@ -213,7 +219,7 @@ async fn work(core: Arc<Core>, job: Arc<Job>, rendezvous: Rendezvous) -> Result<
                 .map(|room| ledger.begin(&Key::Room(*room)))
                 .collect::<Result<Vec<_>, _>>()
                 .map_err(failed)?;
-            let running = core.load.run().await;
+            let running = core.load.run_on(own).await;
             core.compute(job.prompt_tokens()).await;
             for (hold, prompt) in holds.iter().zip(&job.samples) {
                 hold.ready(Kv { prompt: *prompt, rank });
@@ -224,7 +230,7 @@ async fn work(core: Arc<Core>, job: Arc<Job>, rendezvous: Rendezvous) -> Result<
                 hold.taken().await.map_err(failed)?;
             }
             starve_the_rest(&core, &job, rooms.len()).await?;
-            core.load.run().await
+            core.load.run_on(own).await
         }
         Rendezvous::Decode { meetings, rank } => {
             let fetches = meetings.iter().zip(&job.samples).map(|(meeting, prompt)| {
@@ -245,7 +251,7 @@ async fn work(core: Arc<Core>, job: Arc<Job>, rendezvous: Rendezvous) -> Result<
             futures::future::try_join_all(fetches).await.map_err(failed)?;
             starve_the_rest(&core, &job, meetings.len()).await?;
             core.load.external_tokens.fetch_add(job.prompt_tokens() as u64, Ordering::Relaxed);
-            core.load.run().await
+            core.load.run_on(own).await
         }
     };
     Ok(Prefilled { running, transfer: None })

@@ -107,13 +107,27 @@ async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
     if let Connector::MoriioRead | Connector::MoriioWrite = settings.connector {
         return moriio::generate(core, &object, job).await;
     }
-    let handoff = match Handoff::read(core, &object, &job) {
+    let rank = match routed_rank(core, request) {
+        Ok(rank) => rank,
+        Err(message) => return Reply::json(400, error_of(api, 400, &message, None)),
+    };
+    let handoff = match Handoff::read(core, &object, &job, rank) {
         Ok(handoff) => handoff,
         Err(unusable) => return unusable.reply(),
     };
     let job = Arc::new(job);
     let work = work(Arc::clone(core), Arc::clone(&job), handoff);
     deliver(core, job, &FORMAT, work).await
+}
+
+/// The data-parallel rank that the request asks for; without one the engine chooses by itself.
+fn routed_rank(core: &Core, request: &Request) -> Result<Option<u64>, String> {
+    let Some(text) = request.header("x-data-parallel-rank") else { return Ok(None) };
+    let rank: u64 = text.parse().map_err(|_| format!("X-data-parallel-rank: {text} is no rank"))?;
+    match core.settings.dp_size {
+        Some(size) if rank >= size => Err(format!("data_parallel_rank {rank} is out of range [0, {size}).")),
+        _ => Ok(Some(rank)),
+    }
 }
 
 /// Validation beyond types.
@@ -133,7 +147,7 @@ enum Handoff {
     /// Nothing: the prompt is computed here and its KV stays here.
     None,
     /// Compute the prompt and hold its KV under this key; NIXL names it in the answer.
-    Hold { key: Key, named: bool },
+    Hold { key: Key, named: bool, rank: Option<u64> },
     /// Fetch the KV.
     Fetch { source: Source, take: Take },
 }
@@ -186,7 +200,7 @@ impl From<String> for Unusable {
 }
 
 impl Handoff {
-    fn read(core: &Core, object: &Object<'_>, job: &Job) -> Result<Self, Unusable> {
+    fn read(core: &Core, object: &Object<'_>, job: &Job, rank: Option<u64>) -> Result<Self, Unusable> {
         let connector = &core.settings.connector;
         if !matches!(connector, Connector::Nixl | Connector::Mooncake) {
             return Ok(Handoff::None);
@@ -231,7 +245,7 @@ impl Handoff {
                     Api::Chat => format!("{}-{unique:08x}", job.id),
                     _ => format!("{}-0-{unique:08x}", job.id),
                 };
-                Ok(Handoff::Hold { key: Key::Request(key), named: true })
+                Ok(Handoff::Hold { key: Key::Request(key), named: true, rank })
             }
             Connector::Mooncake if fetch => {
                 let transfer_id = params.string("transfer_id")?;
@@ -241,7 +255,8 @@ impl Handoff {
                     key: Key::Transfer(transfer_id.clone().unwrap_or_default().into_owned()),
                     engine_id: engine_id.clone().map(std::borrow::Cow::into_owned),
                     prompt: first,
-                    rank: None,
+                    // Several ranks have ids of their own: the KV lies with the one that computed it.
+                    rank: engine_id.as_deref().and_then(|id| id.rsplit_once("_dp")?.1.parse().ok()),
                     wait: true,
                 };
                 let source = match (transfer_id, engine_id, address) {
@@ -256,7 +271,7 @@ impl Handoff {
                 let Some(transfer_id) = params.string("transfer_id")? else {
                     return Ok(Handoff::None);
                 };
-                Ok(Handoff::Hold { key: Key::Transfer(transfer_id.into_owned()), named: false })
+                Ok(Handoff::Hold { key: Key::Transfer(transfer_id.into_owned()), named: false, rank })
             }
             _ => Ok(Handoff::None),
         }
@@ -271,7 +286,7 @@ async fn work(core: Arc<Core>, job: Arc<Job>, handoff: Handoff) -> Result<Prefil
             core.compute(job.prompt_tokens()).await;
             Ok(Prefilled { running, transfer: None })
         }
-        Handoff::Hold { key, named } => {
+        Handoff::Hold { key, named, rank } => {
             let hold = core.ledger().begin(&key).map_err(|_| internal())?;
             let running = core.load.run().await;
             core.compute(job.prompt_tokens()).await;
@@ -280,7 +295,7 @@ async fn work(core: Arc<Core>, job: Arc<Job>, handoff: Handoff) -> Result<Prefil
             if job.capped
                 && let Some(prompt) = job.samples.first()
             {
-                hold.ready(Kv { prompt: *prompt, rank: None });
+                hold.ready(Kv { prompt: *prompt, rank });
                 hold.keep();
                 if named && let Key::Request(id) = &key {
                     transfer = Some(transfer_params(&core, id, prompt.tokens));

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use serde_json::Value;
-use smg_fleet::{Facts, Runtime, Wire, WorkerSpec};
+use smg_fleet::{Facts, Runtime, Wire, WorkerSpec, WorkerUrl, mooncake};
 use tokio::time::{Instant, sleep};
 
 use super::facts::{self, ListedModel};
@@ -120,6 +120,7 @@ impl Engine<'_> {
             Runtime::Unspecified => self.detect().await,
             declared => declared,
         };
+        let mut kv_engine_id = None;
         let (labels, models) = match runtime {
             Runtime::Sglang => {
                 let (server, model, models) = tokio::join!(
@@ -130,14 +131,32 @@ impl Engine<'_> {
                 (facts::sglang_labels(server.as_ref(), model.as_ref(), &models), models)
             }
             Runtime::Vllm => {
-                let (version, models) = tokio::join!(self.json("/version"), self.models());
+                let (version, models, engine_id) =
+                    tokio::join!(self.json("/version"), self.models(), self.mooncake_engine_id());
+                kv_engine_id = engine_id;
                 (facts::vllm_labels(version.as_ref(), &models), models)
             }
             _ => (BTreeMap::new(), self.models().await),
         };
         let mut merged = labels.clone();
         merged.extend(self.spec.labels.clone());
-        Facts { wire: Wire::Http, runtime, labels, models: facts::cards(&merged, &models), ..Facts::default() }
+        let models = facts::cards(&merged, &models);
+        Facts { wire: Wire::Http, runtime, labels, models, kv_engine_id, ..Facts::default() }
+    }
+
+    /// The KV engine id, by the bootstrap server of a Mooncake prefill engine. That server has no key to ask for.
+    async fn mooncake_engine_id(&self) -> Option<String> {
+        let url = WorkerUrl::parse(&self.spec.url).ok()?;
+        let query = mooncake::query_url(self.spec, Runtime::Vllm, url.host())?;
+        let width = self.spec.labels.get("dp_size").and_then(|size| size.parse().ok()).unwrap_or(1);
+        match self.client.get(&query, None, self.budget.call).await {
+            Ok(answer) if answer.status.is_success() => mooncake::engine_id(&answer.body, width),
+            Ok(_) => None,
+            Err(error) => {
+                tracing::debug!(target: "smg", worker = self.spec.url, query, %error, "the bootstrap server was asked in vain");
+                None
+            }
+        }
     }
 
     async fn detect(&self) -> Runtime {

@@ -34,6 +34,8 @@ mod tests;
 
 pub use discover::Budget;
 
+pub(crate) use support::warn_of_another_engine_id;
+
 /// Everything that can be learned of an engine, within `budget`. `whole` = an engine that speaks gRPC must also say how it
 /// was started, or it has said nothing.
 ///

@@ -1,5 +1,6 @@
 //! Which workers this version can serve. A worker it cannot is accepted like any other; its registration fails with the reason. Pure.
 
+use smg_fleet::mooncake::BOOTSTRAP_PORT;
 use smg_fleet::url::Scheme;
 use smg_fleet::{Runtime, Wire, Worker, WorkerSpec, WorkerType, WorkerUrl};
 
@@ -39,17 +40,27 @@ pub(super) fn bootstrap_port(worker: &Worker) -> Option<u16> {
     match worker.runtime() {
         Runtime::Vllm => {
             let connector = smg_fleet::pairing::connector_transport(worker.kv_connector()?);
-            (connector == "mooncake").then(|| spec.bootstrap_port.unwrap_or(DEFAULT_PORT))
+            (connector == "mooncake").then(|| spec.bootstrap_port.unwrap_or(BOOTSTRAP_PORT))
         }
         Runtime::Sglang | Runtime::Tokenspeed if worker.wire() == Wire::Grpc => {
-            Some(spec.bootstrap_port.unwrap_or(DEFAULT_PORT))
+            Some(spec.bootstrap_port.unwrap_or(BOOTSTRAP_PORT))
         }
         _ => spec.bootstrap_port,
     }
 }
 
-/// Where bootstrap servers listen unless told otherwise.
-const DEFAULT_PORT: u16 = 8998;
+/// Warns when an engine says that it has another KV engine id than the one it was registered with, which counts all the same.
+pub(crate) fn warn_of_another_engine_id(worker: &Worker) {
+    if let (Some(registered), Some(engine)) = (worker.spec.kv_engine_id.as_deref(), worker.learned_engine_id())
+        && registered != engine
+    {
+        tracing::warn!(
+            target: "smg", worker = worker.spec.url, registered, engine,
+            "the engine has another kv_engine_id than it was registered with: decode engines will not find its KV; \
+             register it anew, with that id or with none"
+        );
+    }
+}
 
 #[cfg(test)]
 mod tests {

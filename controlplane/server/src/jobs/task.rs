@@ -207,6 +207,7 @@ impl Shared {
                 "pairing_protocol is set twice and differently: the label holds"
             );
         }
+        support::warn_of_another_engine_id(&worker);
         self.check_bootstrap(&worker).await;
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use smg_fleet::policy::Probe;
-use smg_fleet::{Facts, Health, Intent, Runtime, Secret, Settings, Worker, WorkerId, WorkerType};
+use smg_fleet::{Facts, Health, Intent, Runtime, Secret, Settings, Wire, Worker, WorkerId, WorkerType};
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
 use tokio::sync::Semaphore;
@@ -171,7 +171,12 @@ impl Shared {
             if let Some(facts) = facts {
                 let command = Command::RefreshFacts { id, facts: Box::new(facts), health: verdict.unwrap_or(health) };
                 match self.writer.write(Write::of("prober", command)).await {
-                    Ok(_) => health = verdict.unwrap_or(health),
+                    Ok(_) => {
+                        health = verdict.unwrap_or(health);
+                        if let Some(worker) = self.writer.store().local().worker(id) {
+                            jobs::warn_of_another_engine_id(worker);
+                        }
+                    }
                     Err(error) => {
                         tracing::warn!(target: "smg", worker = target.url, %error, "new facts of a worker were not committed");
                     }
@@ -261,8 +266,7 @@ impl Shared {
         self.metrics.worker_restarts.with_label_values(&[worker.spec.worker_type.as_str()]).inc();
         tracing::warn!(
             target: "smg", worker = worker.spec.url, id = %worker.id, kv_engine_id = worker.kv_engine_id(),
-            "the engine was started anew and is asked again what it is; a kv_engine_id given at registration is kept: \
-             register the worker anew if the engine now has another one"
+            "the engine was started anew and is asked again what it is; a kv_engine_id given at registration is kept"
         );
     }
 
@@ -283,6 +287,8 @@ impl Shared {
             (Some(before), Some(now)) if before != now => {
                 tracing::info!(target: "smg", worker = worker.spec.url, before, now, "the engine has a new KV engine id");
             }
+            // Over gRPC it may be asked too early; over HTTP, requests would go on under an id that may be another one by now.
+            (Some(_), None) if facts.wire == Wire::Http => return None,
             (_, None) => facts.kv_engine_id = before,
             _ => {}
         }

@@ -126,6 +126,7 @@ pub async fn send(
         }
         Ok(Ok(response)) => {
             let status = response.status();
+            worker.runtime.heard();
             if let Some(pause) = pace::asked_for(status, response.headers(), SystemTime::now()) {
                 worker.runtime.pace(pause);
             }

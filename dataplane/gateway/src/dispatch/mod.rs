@@ -28,9 +28,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use http::{HeaderMap, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_code};
-use smg_engines::vllm::Connector;
+use smg_engines::vllm::{Connector, DATA_PARALLEL_RANK};
 use smg_engines::{ClientBody, Legs, Route};
 use smg_fleet::policy::ClientHandoffFields;
 use smg_fleet::{Runtime, Wire, WorkerId, WorkerType};
@@ -83,15 +83,38 @@ pub(crate) struct Job<'a> {
     pub(crate) attempt: usize,
     pub(crate) model: Arc<str>,
     pub(crate) spans: Option<LegSpans>,
+    /// Whether overloaded workers refuse requests.
+    sheds: bool,
 }
 
 impl Job<'_> {
+    /// Refuses to send a leg to a worker that reports too much load by now, where such workers are not merely avoided: time passes between
+    /// its selection and its leg, for a decode worker that of a whole prefill.
+    fn check_load(&self, claim: &InFlight) -> Result<(), Failed> {
+        let worker = claim.worker();
+        if !self.sheds || !worker.is_overloaded(self.core.clock.now_ms()) {
+            return Ok(());
+        }
+        self.core.metrics.worker_overload_shed.with_label_values(&["dispatch"]).inc();
+        let error = GatewayError::OverloadedBeforeDispatch {
+            worker: worker.url.as_str().to_owned(),
+            model: Arc::clone(&self.model),
+            retry_after_secs: self.core.options.load.interval_secs(),
+        };
+        Err(Failed::gateway(error, None))
+    }
+
     fn headers(&self, worker: &RoutedWorker) -> HeaderMap {
         let mut headers = smg_engines::headers::leg_headers(
             &self.request.headers,
             &self.request.request_id,
             worker.record.spec.api_key.as_deref(),
         );
+        if worker.engine() == Runtime::Vllm
+            && let Some(rank) = worker.dp_rank
+        {
+            headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
+        }
         if let Some(spans) = self.spans {
             let lone = self.request.route.legs() != Legs::Pair;
             let span = if worker.role() == WorkerType::Prefill && !lone { spans.prefill } else { spans.output };
@@ -563,6 +586,7 @@ fn begin<'a>(
         decision: decision.clone(),
         model: Arc::clone(&pool.model),
         spans,
+        sheds: pool.settings.overload.shed,
     }
 }
 
@@ -589,11 +613,18 @@ impl Protocol {
 
 async fn run(job: &Job<'_>, selection: Selection, scope: &mut Option<Scope>) -> Result<Response<Body>, Failed> {
     match selection {
-        Selection::Regular(worker) => regular::run(job, worker, scope).await,
-        Selection::Pair { prefill, decode } => match Protocol::of(prefill.worker(), decode.worker()) {
-            Protocol::Moriio => moriio::run(job, prefill, decode, scope).await,
-            Protocol::Sequential => sequential::run(job, prefill, decode, scope).await,
-            Protocol::Parallel => parallel::run(job, prefill, decode, scope).await,
-        },
+        Selection::Regular(worker) => {
+            job.check_load(&worker)?;
+            regular::run(job, worker, scope).await
+        }
+        Selection::Pair { prefill, decode } => {
+            job.check_load(&prefill)?;
+            job.check_load(&decode)?;
+            match Protocol::of(prefill.worker(), decode.worker()) {
+                Protocol::Moriio => moriio::run(job, prefill, decode, scope).await,
+                Protocol::Sequential => sequential::run(job, prefill, decode, scope).await,
+                Protocol::Parallel => parallel::run(job, prefill, decode, scope).await,
+            }
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! Sequential dispatch: prefill, then decode with what it handed over (SMG PD docs, "Sequential Dispatch (vLLM)").
 //!
 //! The prefill's claim is released before decode is sent: a failed prefill never reaches the decode worker, and never its breaker. A
-//! handoff that no decode leg took, because the client left in between, is counted and logged: the engine keeps its blocks until they
-//! expire.
+//! handoff that no decode leg took, because the client left in between or the decode worker became overloaded, is counted and logged: the
+//! engine keeps its blocks until they expire.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +40,7 @@ pub(super) async fn run(
     let body = &job.request.body;
     let metrics = &job.core.metrics;
     let worker = Arc::clone(prefill.worker());
-    let plan = vllm::plan(body, worker.connector, worker.mooncake.as_ref(), Uuid::now_v7());
+    let plan = vllm::plan(body, worker.connector, worker.mooncake().as_deref(), Uuid::now_v7());
     let mode = worker.connector.mode_label();
     metrics.pd_kv_connector_mode.with_label_values(&[mode]).inc();
     let started = StdInstant::now();
@@ -96,6 +96,7 @@ pub(super) async fn run_decode(
         request_id: &job.request.request_id,
         params,
     });
+    job.check_load(&decode)?;
     job.note(|attempt, now| attempt.decode_sent_ms = Some(now));
     let decode_started = StdInstant::now();
     let head = job.send(&mut decode, LegBody::Spliced(leg, Some(sent)), LegCodes::DECODE).await;

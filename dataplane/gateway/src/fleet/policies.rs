@@ -51,12 +51,14 @@ pub async fn show_for_ever(core: Arc<Core>) {
 #[derive(Debug, Default, PartialEq)]
 struct Shown {
     manual_keys: i64,
-    /// Text bytes and tokens, by model.
-    trees: BTreeMap<Arc<str>, [i64; 2]>,
+    /// Text bytes, tokens and heads, by model.
+    trees: BTreeMap<Arc<str>, [i64; 3]>,
     /// Workers, by model and leg.
     tenants: BTreeMap<(Arc<str>, &'static str), i64>,
     /// Bytes, by model, leg and policy.
     memory: BTreeMap<(Arc<str>, &'static str, &'static str), i64>,
+    /// Pinned keys, by worker.
+    keys: BTreeMap<String, i64>,
 }
 
 impl Shown {
@@ -66,6 +68,12 @@ impl Shown {
         for pool in table.pools() {
             for leg in LEGS {
                 let policy = pool.policies.of(leg);
+                for worker in pool.workers(leg) {
+                    let keys = policy.keys_on(worker.url.as_str());
+                    if keys > 0 {
+                        *shown.keys.entry(worker.url.as_str().to_owned()).or_default() += number(keys as usize);
+                    }
+                }
                 let (name, leg, footprint) = (policy.name(), leg_name(leg), policy.footprint());
                 if footprint.bytes > 0 {
                     shown.memory.insert((Arc::clone(&pool.model), leg, name.as_str()), number(footprint.bytes));
@@ -73,9 +81,10 @@ impl Shown {
                 match name {
                     PolicyName::Manual => shown.manual_keys += number(footprint.entries),
                     PolicyName::CacheAware => {
-                        let [text, tokens] = shown.trees.entry(Arc::clone(&pool.model)).or_default();
+                        let [text, tokens, heads] = shown.trees.entry(Arc::clone(&pool.model)).or_default();
                         *text += number(footprint.text_bytes);
                         *tokens += number(footprint.tokens);
+                        *heads += number(footprint.placements);
                         shown.tenants.insert((Arc::clone(&pool.model), leg), number(footprint.workers));
                     }
                     _ => {}
@@ -92,10 +101,12 @@ impl Shown {
         for model in self.trees.keys().filter(|model| !next.trees.contains_key(*model)) {
             let _ = metrics.cache_tree_chars.remove_label_values(&[model]);
             let _ = metrics.cache_tree_tokens.remove_label_values(&[model]);
+            let _ = metrics.cache_placement_entries.remove_label_values(&[model]);
         }
-        for (model, [text, tokens]) in &next.trees {
+        for (model, [text, tokens, heads]) in &next.trees {
             metrics.cache_tree_chars.with_label_values(&[model]).set(*text);
             metrics.cache_tree_tokens.with_label_values(&[model]).set(*tokens);
+            metrics.cache_placement_entries.with_label_values(&[model]).set(*heads);
         }
         for (model, leg) in self.tenants.keys().filter(|key| !next.tenants.contains_key(*key)) {
             let _ = metrics.cache_tree_tenants.remove_label_values(&[&**model, leg]);
@@ -108,6 +119,12 @@ impl Shown {
         }
         for ((model, leg, policy), bytes) in &next.memory {
             metrics.policy_memory_bytes.with_label_values(&[&**model, leg, policy]).set(*bytes);
+        }
+        for worker in self.keys.keys().filter(|worker| !next.keys.contains_key(*worker)) {
+            let _ = metrics.worker_routing_keys_active.remove_label_values(&[worker]);
+        }
+        for (worker, keys) in &next.keys {
+            metrics.worker_routing_keys_active.with_label_values(&[worker]).set(*keys);
         }
         *self = next;
     }

@@ -158,6 +158,16 @@ impl ModelPool {
         self.regulars.iter().any(|worker| worker.record.wire() == Wire::Http)
     }
 
+    /// The workers of a leg, available or not.
+    pub fn workers(&self, leg: Leg) -> impl Iterator<Item = &Arc<RoutedWorker>> {
+        let (regulars, prefills, decodes): (&[Arc<RoutedWorker>], &[PrefillEntry], &[Arc<RoutedWorker>]) = match leg {
+            Leg::Regular => (&self.regulars, &[], &[]),
+            Leg::Prefill => (&[], &self.prefills, &[]),
+            Leg::Decode => (&[], &[], &self.decodes),
+        };
+        regulars.iter().chain(prefills.iter().map(|entry| &entry.worker)).chain(decodes)
+    }
+
     /// Who the policy of a leg chooses among, available or not. That of whole requests is asked for a lone prefill too.
     fn members(&self, leg: Leg) -> Vec<WorkerKey> {
         let key = |worker: &Arc<RoutedWorker>| worker.key();
@@ -229,14 +239,13 @@ impl RoutingTable {
         for worker in workers.values() {
             let known = previous.runtimes.get(&worker.id).cloned();
             let runtime = known.unwrap_or_else(|| {
-                Arc::new(WorkerRuntime::new(
-                    &worker.spec.url,
-                    clock,
-                    Arc::clone(metrics),
-                    Arc::clone(&previous.released),
-                ))
+                Arc::new(WorkerRuntime::new(worker, clock, Arc::clone(metrics), Arc::clone(&previous.released)))
             });
-            let was_down = previous.workers.get(&worker.id).is_some_and(|old| old.health != Health::Ready);
+            let old = previous.workers.get(&worker.id);
+            if old.is_some_and(|old| old.kv_engine_id() != worker.kv_engine_id()) {
+                runtime.forget_mooncake();
+            }
+            let was_down = old.is_some_and(|old| old.health != Health::Ready);
             if was_down && worker.health == Health::Ready {
                 runtime.health_returned();
             }

@@ -52,6 +52,12 @@ pub struct WorkerRuntime {
     pub last_report: LastReport,
     /// Its rooms, as a decode worker that speaks token ids.
     pub window: Arc<DecodeWindow>,
+    /// When its engine last answered anything, on the gateway's clock.
+    heard_ms: AtomicU64,
+    /// Tokens that its engine reported in its cache and its queue, and those of the prompts sent since.
+    tokens: [AtomicU64; 2],
+    /// How decode engines name it over Mooncake since it came back, where this gateway learned that before the fleet did.
+    mooncake: Mutex<Option<Arc<MooncakePeer>>>,
     /// Its series are removed and must not come back.
     gone: AtomicBool,
     active: IntGauge,
@@ -68,18 +74,23 @@ pub struct WorkerRuntime {
 
 impl WorkerRuntime {
     /// A worker nothing is known about yet.
-    pub fn new(url: &str, clock: Clock, metrics: Arc<Metrics>, released: Arc<Released>) -> Self {
+    pub fn new(worker: &Worker, clock: Clock, metrics: Arc<Metrics>, released: Arc<Released>) -> Self {
+        let url = worker.spec.url.as_str();
+        let kind = [worker.spec.worker_type.as_str(), worker.wire().as_str()];
         Self {
             url: url.to_owned(),
             load: AtomicU64::new(0),
             breaker: Mutex::default(),
             unreachable: AtomicBool::new(false),
-            connections: Arc::default(),
+            connections: Arc::new(Pool::new(metrics.worker_connections_active.with_label_values(&kind))),
             channel: OnceLock::new(),
             paced_until_ms: AtomicU64::new(0),
             report: ReportCell::default(),
             last_report: LastReport::default(),
             window: Arc::new(DecodeWindow::new(metrics.pd_admission_waits.clone(), metrics.pd_admission_sheds.clone())),
+            heard_ms: AtomicU64::new(clock.now_ms()),
+            tokens: Default::default(),
+            mooncake: Mutex::default(),
             gone: AtomicBool::new(false),
             active: metrics.worker_requests_active.with_label_values(&[url]),
             breaker_state: metrics.worker_cb_state.with_label_values(&[url]),
@@ -154,6 +165,33 @@ impl WorkerRuntime {
         }
     }
 
+    /// Its engine answered something.
+    pub fn heard(&self) {
+        self.heard_ms.fetch_max(self.clock.now_ms(), Ordering::Relaxed);
+    }
+
+    /// How long its engine has answered nothing.
+    pub fn silence(&self) -> Duration {
+        Duration::from_millis(self.clock.now_ms().saturating_sub(self.heard_ms.load(Ordering::Relaxed)))
+    }
+
+    /// Tokens that it has to do with, as far as is known: what was reported last, and what was sent since.
+    pub fn tokens(&self) -> u64 {
+        let [reported, sent] = &self.tokens;
+        reported.load(Ordering::Relaxed).saturating_add(sent.load(Ordering::Relaxed))
+    }
+
+    /// A prompt of so many tokens was sent.
+    pub fn add_tokens(&self, count: u64) {
+        self.tokens[1].fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// So many tokens were reported. What was sent before is among them.
+    pub fn report_tokens(&self, count: u64) {
+        self.tokens[0].store(count, Ordering::Relaxed);
+        self.tokens[1].store(0, Ordering::Relaxed);
+    }
+
     /// Active probes succeed again.
     pub fn health_returned(&self) {
         let transition = self.breaker.lock().health_returned();
@@ -172,6 +210,11 @@ impl WorkerRuntime {
             self.breaker_state.set(to.gauge());
             tracing::info!(target: SMG, worker = %self.url, from = from.as_str(), to = to.as_str(), "circuit breaker");
         }
+    }
+
+    /// The fleet knows another engine id of it than before: what was learned here is no news any more.
+    pub fn forget_mooncake(&self) {
+        *self.mooncake.lock() = None;
     }
 
     /// The worker left the fleet: what still runs on it counts for nothing any more.
@@ -213,8 +256,8 @@ pub struct RoutedWorker {
     pub descriptor: Option<Descriptor>,
     /// The vLLM connector.
     pub connector: Connector,
-    /// How decode engines name this prefill over Mooncake.
-    pub mooncake: Option<MooncakePeer>,
+    /// How decode engines name this prefill over Mooncake, as far as the fleet knows.
+    mooncake: Option<Arc<MooncakePeer>>,
     /// What its labels say of MoRI-IO; `None` with another connector.
     pub moriio: Option<Result<moriio::Settings, moriio::LabelError>>,
     /// Host of the bootstrap server.
@@ -257,17 +300,10 @@ impl RoutedWorker {
             None => url.host().to_owned(),
         };
         let bootstrap_host = sglang::bootstrap_host(url.as_str())?;
-        let spec = &record.spec;
         let dp_rank = record.label("dp_rank").and_then(|rank| rank.parse().ok());
         let shown = if record.dp_base_url().is_some() { dp_rank.map(|rank| url.clone().with_rank(rank)) } else { None };
         let url = shown.unwrap_or(url);
-        let mooncake = MooncakePeer::resolve(
-            record.kv_engine_id(),
-            record.label("dp_size"),
-            dp_rank,
-            &bootstrap_host,
-            spec.bootstrap_port,
-        );
+        let mooncake = mooncake_peer(&record, record.kv_engine_id(), dp_rank, &bootstrap_host);
         let connector = Connector::classify(record.kv_connector());
         let moriio = (connector == Connector::Moriio)
             .then(|| moriio::Settings::read(|name| record.label(name), &bootstrap_host));
@@ -315,6 +351,30 @@ impl RoutedWorker {
     /// Engine.
     pub fn engine(&self) -> Runtime {
         self.record.runtime()
+    }
+
+    /// How decode engines name this prefill over Mooncake.
+    pub fn mooncake(&self) -> Option<Arc<MooncakePeer>> {
+        self.runtime.mooncake.lock().clone().or_else(|| self.mooncake.clone())
+    }
+
+    /// Its engine came back and says that it is called so. What an operator wrote counts all the same.
+    pub fn learn_engine_id(&self, engine_id: &str) {
+        if let Some(registered) = &self.record.spec.kv_engine_id {
+            if registered != engine_id {
+                tracing::warn!(
+                    target: SMG, worker = %self.url, registered, engine = engine_id,
+                    "the engine has another kv_engine_id than it was registered with: decode engines will not find its KV; \
+                     register it anew, with that id or with none"
+                );
+            }
+            return;
+        }
+        let peer = mooncake_peer(&self.record, Some(engine_id), self.dp_rank, &self.bootstrap_host);
+        if peer != self.mooncake {
+            tracing::info!(target: SMG, worker = %self.url, engine = engine_id, "the engine came back under another kv_engine_id");
+            *self.runtime.mooncake.lock() = peer;
+        }
     }
 
     /// The request target of a route.
@@ -398,6 +458,11 @@ impl RoutedWorker {
         self.requests.inc();
         Some(InFlight { worker: Arc::clone(self), admission, verdict: Verdict::Neutral, lease: None, weight: 1 })
     }
+}
+
+fn mooncake_peer(record: &Worker, engine_id: Option<&str>, rank: Option<u32>, host: &str) -> Option<Arc<MooncakePeer>> {
+    let (width, port) = (record.label("dp_size"), record.spec.bootstrap_port);
+    MooncakePeer::resolve(engine_id, width, rank, host, port).map(Arc::new)
 }
 
 fn breaker_settings(record: &Worker, settings: &Settings) -> BreakerSettings {

@@ -38,6 +38,25 @@ struct Answer {
     body: Bytes,
 }
 
+/// Why an engine has not answered.
+#[derive(Debug)]
+pub(crate) struct Unanswered {
+    /// Whether there is no connection to it, or it broke: nobody is there, rather than somebody slow.
+    pub broken: bool,
+    /// What happened.
+    pub reason: String,
+}
+
+impl Unanswered {
+    fn broken(reason: String) -> Self {
+        Self { broken: true, reason }
+    }
+
+    fn other(reason: String) -> Self {
+        Self { broken: false, reason }
+    }
+}
+
 /// What an engine answers to `GET path`, its body of at most `most` bytes included.
 pub(crate) async fn ask_for(
     core: &Core,
@@ -45,13 +64,13 @@ pub(crate) async fn ask_for(
     path: &str,
     limit: Duration,
     most: usize,
-) -> Result<(StatusCode, Bytes), String> {
+) -> Result<(StatusCode, Bytes), Unanswered> {
     let answer = ask_up_to(core, worker, Method::GET, path, limit, most).await?;
     Ok((answer.head.status, answer.body))
 }
 
 async fn ask(core: &Core, worker: &Worker, method: Method, path: &str, limit: Duration) -> Result<Answer, String> {
-    ask_up_to(core, worker, method, path, limit, MAX_ANSWER).await
+    ask_up_to(core, worker, method, path, limit, MAX_ANSWER).await.map_err(|unanswered| unanswered.reason)
 }
 
 async fn ask_up_to(
@@ -61,21 +80,24 @@ async fn ask_up_to(
     path: &str,
     limit: Duration,
     most: usize,
-) -> Result<Answer, String> {
+) -> Result<Answer, Unanswered> {
     let mut request = Request::builder().method(method).uri(format!("{}{path}", worker.spec.url));
     if let Some(key) = &worker.spec.api_key {
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", &**key));
     }
-    let request = request.body(LegBody::Empty).map_err(|error| error.to_string())?;
+    let request = request.body(LegBody::Empty).map_err(|error| Unanswered::other(error.to_string()))?;
     let exchange = async {
-        let (head, body) = core.client.request(request).await.map_err(|error| describe(&error))?.into_parts();
+        let answer = core.client.request(request).await.map_err(|error| Unanswered::broken(describe(&error)));
+        let (head, body) = answer?.into_parts();
         if head.status.is_informational() {
-            return Err(format!("the worker answered {}", head.status));
+            return Err(Unanswered::other(format!("the worker answered {}", head.status)));
         }
-        let body = Limited::new(body, most).collect().await.map_err(|error| error.to_string())?.to_bytes();
-        Ok(Answer { head, body })
+        let body = Limited::new(body, most).collect().await.map_err(|error| Unanswered::other(error.to_string()));
+        Ok(Answer { head, body: body?.to_bytes() })
     };
-    tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err("no answer in time".to_owned()))
+    tokio::time::timeout(limit, exchange)
+        .await
+        .unwrap_or_else(|_| Err(Unanswered::other("no answer in time".to_owned())))
 }
 
 /// Workers that can be asked, in the order of their registration.

@@ -3,6 +3,8 @@
 //! Inner layers return typed errors; here each gets its status, its code and its words, in the envelope of the documented system:
 //! `{"error":{"type","code","message","param":null}}` with the code in `X-SMG-Error-Code` too.
 
+use std::sync::Arc;
+
 use axum::body::Body;
 use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 use serde_json::json;
@@ -62,6 +64,16 @@ pub enum GatewayError {
     /// No worker for the request.
     #[error(transparent)]
     Select(#[from] SelectError),
+    /// The worker that was selected reports too much load by now, and requests are refused then.
+    #[error("Worker '{worker}' for model '{model}' became overloaded before dispatch")]
+    OverloadedBeforeDispatch {
+        /// Its address.
+        worker: String,
+        /// Which model.
+        model: Arc<str>,
+        /// Seconds after which engines will have reported again.
+        retry_after_secs: u32,
+    },
     /// The engine's handoff cannot serve the request.
     #[error(transparent)]
     Unsupported(#[from] UnsupportedRequest),
@@ -119,7 +131,9 @@ impl GatewayError {
             Self::PrefillQueueFull | Self::PrefillQueueTimeout(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::ModelNotFound(_) | Self::UnknownUrl(..) => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed(..) => StatusCode::METHOD_NOT_ALLOWED,
-            Self::Select(_) | Self::MoriioPair | Self::NoModels => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Select(_) | Self::MoriioPair | Self::NoModels | Self::OverloadedBeforeDispatch { .. } => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::NotForPairs(_) | Self::NotOverGrpc(_) => StatusCode::NOT_IMPLEMENTED,
             Self::Refused(refusal) => refusal.status,
             Self::MoriioRequest(refusal) => refusal.status(),
@@ -146,7 +160,9 @@ impl GatewayError {
             Self::ModelRequired => "missing_required_parameter",
             Self::Select(SelectError::Incompatible(_)) => "no_compatible_pd_pair",
             Self::Select(SelectError::NoPrefillServers) => "no_prefill_servers",
-            Self::Select(SelectError::Overloaded { .. }) => "worker_overload_protection_shed",
+            Self::Select(SelectError::Overloaded { .. }) | Self::OverloadedBeforeDispatch { .. } => {
+                "worker_overload_protection_shed"
+            }
             Self::Select(_) => "no_available_workers",
             Self::Unsupported(error) => error.code(),
             Self::MoriioPair => "moriio_pair_misconfigured",
@@ -166,7 +182,8 @@ impl GatewayError {
     fn retry_after(&self) -> Option<u32> {
         match self {
             Self::Select(SelectError::Incompatible(_)) => None,
-            Self::Select(SelectError::Overloaded { retry_after_secs, .. }) => Some(*retry_after_secs),
+            Self::Select(SelectError::Overloaded { retry_after_secs, .. })
+            | Self::OverloadedBeforeDispatch { retry_after_secs, .. } => Some(*retry_after_secs),
             Self::Select(_) | Self::ModelUnknownYet(_) | Self::PrefillQueueFull | Self::PrefillQueueTimeout(_) => {
                 Some(1)
             }

@@ -16,6 +16,7 @@ use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use smg_telemetry::Metrics;
+use smg_telemetry::ages::Arrival;
 use smg_telemetry::trace::{TRACEPARENT, Value};
 
 use super::error::{ErrorCode, in_anthropic_shape};
@@ -107,12 +108,15 @@ struct Active {
     /// The request's trace and id, if it is traced.
     trace: Option<(Arc<RequestTrace>, Arc<str>)>,
     answered: Option<(StatusCode, &'static str)>,
+    #[allow(dead_code, reason = "held for its drop")]
+    arrival: Arrival,
 }
 
 impl Active {
     fn new(metrics: Arc<Metrics>, method: &'static str, path: Cow<'static, str>) -> Self {
         metrics.http_requests_active.inc();
-        Self { metrics, method, path, started: Instant::now(), trace: None, answered: None }
+        let arrival = metrics.http_inflight_ages.arrive();
+        Self { metrics, method, path, started: Instant::now(), trace: None, answered: None, arrival }
     }
 }
 

@@ -46,9 +46,10 @@ pub(super) fn begin<'a>(
 ) -> Result<Begun<'a>, Failed> {
     let (worker, decode) = (&prefill.worker, &attempt.output.worker);
     let failed = |refusal| attempt.failed(prefill, refusal);
+    let mooncake = worker.mooncake();
     let side = Prefill {
         connector: worker.connector,
-        mooncake: worker.mooncake.as_ref(),
+        mooncake: mooncake.as_deref(),
         host: &worker.bootstrap_host,
         bootstrap_port: worker.record.spec.bootstrap_port,
     };

@@ -5,7 +5,8 @@
 //! `/v1/loads`; vLLM, and whoever does not know that route, for `/metrics`. What an engine does not have is remembered until it is asked in vain for both.
 //!
 //! Bounds: at most [`CONCURRENCY`] engines are asked at a time, each has [`TIMEOUT`] to answer, an answer has at most [`MAX_ANSWER`] bytes,
-//! and a report counts for three intervals. A failed poll changes nothing: the last report ages.
+//! and a report counts for three intervals. A failed poll changes nothing: the last report ages. Only an engine that nobody can connect to
+//! any more, and that has answered nothing else for a while, leaves rotation by it (SMG docs, `--worker-stall-secs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,8 +26,9 @@ use super::report::{self, RankLoad};
 use crate::core::Core;
 use crate::fleet::table::RoutingTable;
 use crate::fleet::worker::WorkerRuntime;
-use crate::front::engines::{ask_for, client_of};
+use crate::front::engines::{Unanswered, ask_for, client_of};
 use crate::grpc::loads;
+use crate::resilience::ejection;
 
 /// Engines asked at a time.
 const CONCURRENCY: usize = 32;
@@ -69,6 +71,8 @@ enum Polled {
     /// The engine answers, and tells no load.
     Absent,
     Failed(String),
+    /// Nobody answers there.
+    Unreachable(String),
 }
 
 /// What is known about asking one worker.
@@ -194,8 +198,10 @@ async fn poll_at(core: &Core, worker: &Worker, source: Source) -> Polled {
     };
     let (status, body) = match ask_for(core, worker, path, TIMEOUT, MAX_ANSWER).await {
         Ok(answer) => answer,
-        Err(reason) => return Polled::Failed(reason),
+        Err(Unanswered { broken: true, reason }) => return Polled::Unreachable(reason),
+        Err(Unanswered { reason, .. }) => return Polled::Failed(reason),
     };
+    core.table.load().runtimes_of(worker).for_each(|(runtime, _)| runtime.heard());
     let unknown = [StatusCode::NOT_FOUND, StatusCode::METHOD_NOT_ALLOWED, StatusCode::NOT_IMPLEMENTED];
     if !status.is_success() && !unknown.contains(&status) {
         return Polled::Failed(format!("it answered {status}"));
@@ -229,19 +235,33 @@ fn store(core: &Core, runtime: &WorkerRuntime, rank: Option<u32>, ranks: &[RankL
     let rank = rank.filter(known);
     if let Some(report) = report::summarize(ranks, rank) {
         runtime.report.store(&report, expires_ms);
+        runtime.report_tokens(report::tokens(ranks, rank));
         let mine = |load: &&RankLoad| rank.is_none_or(|rank| load.dp_rank == u64::from(rank));
         let ranks = ranks.iter().filter(mine).cloned().collect();
         runtime.last_report.set(Reported { at_unix_ms: smg_net::unix_millis(), expires_ms, ranks });
     }
 }
 
+/// Takes an engine out of rotation that cannot be asked and has answered nothing else for a while: until a request notices, it would be
+/// chosen like any other.
+fn leave_rotation(core: &Arc<Core>, worker: &Worker, reason: &str) {
+    let table = core.table.load_full();
+    for (runtime, _) in table.runtimes_of(worker).filter(|(runtime, _)| runtime.silence() >= core.options.load.stall) {
+        let prefills = table.pools().flat_map(|pool| pool.prefills.iter().map(|entry| &entry.worker));
+        let others = table.pools().flat_map(|pool| pool.regulars.iter().chain(&pool.decodes));
+        if let Some(routed) = prefills.chain(others).find(|routed| Arc::ptr_eq(&routed.runtime, runtime)) {
+            ejection::eject(core, routed, reason);
+        }
+    }
+}
+
 /// Notes how a poll ended and when the next one is due.
-fn settle(core: &Core, plan: &mut Plan, worker: &Worker, polled: Polled) {
+fn settle(core: &Arc<Core>, plan: &mut Plan, worker: &Worker, polled: Polled) {
     let (mode, intervals) = match &polled {
         Polled::Report(Source::Loads | Source::Rpc, _) => ("loads", 1),
         Polled::Report(Source::Metrics, _) => ("metrics", 1),
         Polled::Absent => ("absent", SILENT),
-        Polled::Failed(_) => ("failed", 1),
+        Polled::Failed(_) | Polled::Unreachable(_) => ("failed", 1),
     };
     let url = worker.spec.url.as_str();
     core.metrics.engine_load_polls.with_label_values(&[url, mode]).inc();
@@ -258,6 +278,7 @@ fn settle(core: &Core, plan: &mut Plan, worker: &Worker, polled: Polled) {
         Polled::Failed(reason) => {
             tracing::debug!(target: SMG, worker = url, reason, "the engine was asked for its load in vain");
         }
+        Polled::Unreachable(reason) => leave_rotation(core, worker, &reason),
     }
     let interval = core.options.load.interval.saturating_mul(intervals).max(TICK);
     let pause = interval.mul_f64(0.9 + 0.2 * rand::random::<f64>());

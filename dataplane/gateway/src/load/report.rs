@@ -213,6 +213,12 @@ impl Families<'_> {
     }
 }
 
+/// The tokens that `rank`, or all ranks together, hold in their cache or have still to compute.
+pub fn tokens(ranks: &[RankLoad], rank: Option<u32>) -> u64 {
+    let mine = ranks.iter().filter(|load| rank.is_none_or(|rank| load.dp_rank == u64::from(rank)));
+    mine.map(|load| load.num_used_tokens.saturating_add(load.num_waiting_uncached_tokens)).fold(0, u64::saturating_add)
+}
+
 /// What policies and overload protection read: the load of `rank`, or of all ranks together.
 pub fn summarize(ranks: &[RankLoad], rank: Option<u32>) -> Option<LoadReport> {
     let mine: Vec<&RankLoad> =

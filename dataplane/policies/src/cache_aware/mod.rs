@@ -244,6 +244,7 @@ impl Policy for CacheAware {
             bytes: text.bytes() + tokens.bytes() + heads.bytes(),
             text_bytes: text.label_bytes(),
             tokens: tokens.label_bytes() / size_of::<u32>(),
+            placements: heads.len(),
             workers: text.workers().max(tokens.workers()),
         }
     }

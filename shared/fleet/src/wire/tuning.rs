@@ -130,7 +130,8 @@ mod tests {
             "retry": {"budget_ratio": 0.5, "budget_min_per_sec": 0},
             "health": {"drain_timeout_secs": 9},
             "dp_aware": true,
-            "pd_admission_wait_secs": 7
+            "pd_admission_wait_secs": 7,
+            "dp_minimum_tokens": true
         }"#;
         let document: PolicyDocument = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_value(&document).unwrap(), serde_json::from_str::<serde_json::Value>(text).unwrap());

@@ -6,6 +6,7 @@ use serde_json::json;
 
 use crate::engine::{Core, Role};
 use crate::json::quoted;
+use crate::load::RankLevel;
 use crate::{CREATED, VERSION_SGLANG as VERSION};
 
 pub(super) fn models(core: &Core) -> String {
@@ -67,20 +68,43 @@ pub(super) fn model_info(core: &Core) -> String {
     .to_string()
 }
 
-fn usage(core: &Core) -> f64 {
+/// Share of the places that so many requests take.
+fn usage(core: &Core, running: usize) -> f64 {
     match core.settings.max_running {
-        Some(places) if places > 0 => (core.load.running() as f64 / places as f64).min(1.0),
+        Some(places) if places > 0 => (running as f64 / places as f64).min(1.0),
         _ => 0.0,
     }
 }
 
 pub(super) fn loads(core: &Core) -> String {
     let (running, waiting) = (core.load.running(), core.load.waiting());
-    let usage = usage(core);
+    let usage = usage(core, running);
     let now =
         std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    let ranks = core.settings.dp_size.unwrap_or(1).max(1);
+    let loads: Vec<_> = (0..ranks).map(|rank| rank_load(core, rank)).collect();
+    json!({
+        "timestamp": now.to_string(),
+        "version": VERSION,
+        "dp_rank_count": ranks,
+        "loads": loads,
+        "aggregate": {
+            "total_running_reqs": running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": running + waiting,
+            "avg_token_usage": usage,
+            "avg_throughput": 0.0,
+            "avg_utilization": usage,
+        },
+    })
+    .to_string()
+}
+
+fn rank_load(core: &Core, rank: u64) -> serde_json::Value {
+    let RankLevel { running, waiting } = core.load.rank(rank);
+    let usage = usage(core, running);
     let mut load = json!({
-        "dp_rank": 0,
+        "dp_rank": rank,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_waiting_uncached_tokens": 0,
@@ -106,21 +130,7 @@ pub(super) fn loads(core: &Core) -> String {
             load["decode_queue_reqs"] = waiting.into();
         }
     }
-    json!({
-        "timestamp": now.to_string(),
-        "version": VERSION,
-        "dp_rank_count": 1,
-        "loads": [load],
-        "aggregate": {
-            "total_running_reqs": running,
-            "total_waiting_reqs": waiting,
-            "total_reqs": running + waiting,
-            "avg_token_usage": usage,
-            "avg_throughput": 0.0,
-            "avg_utilization": usage,
-        },
-    })
-    .to_string()
+    load
 }
 
 pub(super) fn metrics(core: &Core) -> String {
@@ -130,10 +140,10 @@ pub(super) fn metrics(core: &Core) -> String {
     for (name, help, value) in [
         ("num_running_reqs", "The number of running requests.", load.running() as f64),
         ("num_queue_reqs", "The number of requests in the waiting queue.", load.waiting() as f64),
-        ("token_usage", "The token usage.", usage(core)),
+        ("token_usage", "The token usage.", usage(core, load.running())),
         ("gen_throughput", "The generation throughput (token/s).", 0.0),
         ("cache_hit_rate", "The prefix cache hit rate.", 0.0),
-        ("utilization", "The utilization.", usage(core)),
+        ("utilization", "The utilization.", usage(core, load.running())),
     ] {
         // Writing to a string cannot fail.
         let _ = writeln!(

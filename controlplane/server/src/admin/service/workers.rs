@@ -93,6 +93,10 @@ impl Service {
     /// Accepts a new spec; a job installs it.
     pub(crate) async fn replace_worker(&self, call: Call, id: WorkerId, spec: WorkerSpec) -> Result<Change, ApiError> {
         let spec = Box::new(normal(spec)?);
+        if is_dp_aware(&self.local()) {
+            let message = "a worker cannot be replaced while data-parallel ranks are workers (dp_aware): remove it and register it anew";
+            return Err(ApiError::BadRequest(message.to_owned()));
+        }
         self.change(call, Command::ReplaceWorker { id, spec }).await
     }
 

@@ -1,0 +1,130 @@
+//! Flags whose effect shows in no other test: each does what it says.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod support;
+
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use serde_json::Value;
+use support::*;
+
+const CHAT: &str = "/v1/chat/completions";
+
+#[tokio::test]
+async fn a_silent_stream_gets_comments_at_the_interval_asked_for() {
+    let output = [(0, "data: {\"a\":1}\n\n"), (2500, "data: [DONE]\n\n")];
+    for (seconds, comments) in [("1", 1..=2), ("0", 0..=0)] {
+        let serving = Serving::scripted(Dispatch::Sequential, &["--sse-keepalive-secs", seconds]).await;
+        let script = output.map(|(pause, piece)| (Duration::from_millis(pause), piece));
+        serving.output.set_fault(Fault::generation().script(script));
+        let text = serving.smg.post(CHAT, &chat_stream()).await.text().await.unwrap();
+        // A slow machine may be late with a comment, or with the end.
+        let found = text.matches(": ping\n\n").count();
+        assert!(comments.contains(&found) || (seconds == "1" && found > 2), "{seconds}: {text:?}");
+        assert_eq!(text.replace(": ping\n\n", ""), output.map(|(_, piece)| piece).concat());
+    }
+}
+
+#[tokio::test]
+async fn a_request_id_is_looked_for_in_the_headers_that_were_named() {
+    let (smg, prefill, decode) = sglang_pair(&["--request-id-headers", "x-mine", "x-other"]).await;
+    let ask =
+        smg.client.post(format!("{}{CHAT}", smg.url)).header("x-other", "abc").header("x-request-id", "not-asked");
+    let response = ask.json(&chat()).send().await.unwrap();
+    assert_eq!((response.status(), &response.headers()["x-request-id"]), (StatusCode::OK, &"abc".parse().unwrap()));
+    for engine in [&prefill, &decode] {
+        assert_eq!(engine.generations()[0].header("x-request-id"), Some("abc"));
+    }
+}
+
+#[tokio::test]
+async fn the_process_runs_and_logs_and_measures_as_it_was_told() {
+    let flags = ["--runtime-worker-threads", "3", "--log-json", "--prometheus-duration-buckets", "0.5", "7"];
+    let (smg, _prefill, _decode) = sglang_pair(&flags).await;
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    smg.until_idle().await;
+    let metrics = smg.metrics().await;
+    assert_eq!(samples(&metrics, "smg_tokio_workers", &[]).values().sum::<f64>(), 3.0);
+    let labels = [("path", CHAT)];
+    let bounds: Vec<String> =
+        samples(&metrics, "smg_http_request_duration_seconds_bucket", &labels).into_keys().collect();
+    assert_eq!(bounds.len(), 3, "{bounds:?}");
+    assert!(["0.5", "7", "+Inf"].iter().all(|le| bounds.iter().any(|bound| bound.contains(&format!("le=\"{le}\"")))));
+    let log = smg.log();
+    assert!(log.lines().count() > 2);
+    for line in log.lines() {
+        let line: Value = serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        assert!(line["level"].is_string() && line["target"].is_string(), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn a_rate_lets_a_burst_through_and_the_rest_come_later() {
+    let flags = ["--max-concurrent-requests", "2", "--rate-limit-tokens-per-second", "0.2", "--queue-size", "0"];
+    let (smg, _prefill, _decode) = sglang_pair(&flags).await;
+    for _ in 0..2 {
+        assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    }
+    let refused = smg.post(CHAT, &chat()).await;
+    assert_eq!(
+        (refused.status(), &refused.headers()["x-smg-error-code"]),
+        (StatusCode::TOO_MANY_REQUESTS, &"admission_queue_full".parse().unwrap())
+    );
+    eventually("the next one is let in", || async { (smg.post(CHAT, &chat()).await.status() == 200).then_some(()) })
+        .await;
+}
+
+#[tokio::test]
+async fn workers_are_probed_where_operators_say_or_not_at_all() {
+    let every_second = ["--health-check-interval-secs", "1", "--health-failure-threshold", "1"];
+    let probed =
+        |engine: &MockEngine, path: &str| engine.requests().iter().filter(|request| request.path == path).count();
+    // Their own endpoint.
+    let engine = sglang(Role::Regular).await;
+    engine.set_fault(Fault::health().status(500, "{}"));
+    let smg = Smg::launch(&[&every_second[..], &["--health-check-endpoint", "/v1/models"]].concat()).await;
+    let id = smg.register(&spec(&engine, "regular")).await;
+    let before = probed(&engine, "/v1/models");
+    eventually("it was probed there", || async { (probed(&engine, "/v1/models") >= before + 3).then_some(()) }).await;
+    smg.until_healthy(&id).await;
+    // None.
+    let engine = sglang(Role::Regular).await;
+    let smg = Smg::launch(&[&every_second[..], &["--disable-health-check"]].concat()).await;
+    let id = smg.register(&spec(&engine, "regular")).await;
+    let before = probed(&engine, "/health");
+    engine.set_fault(Fault::health().status(500, "{}"));
+    let watched = tokio::time::Instant::now();
+    eventually("several intervals have passed", || async {
+        (watched.elapsed() >= Duration::from_secs(3)).then_some(())
+    })
+    .await;
+    assert_eq!(probed(&engine, "/health"), before);
+    smg.until_healthy(&id).await;
+}
+
+#[tokio::test]
+async fn regular_workers_of_the_start_command_serve() {
+    let engines = [sglang(Role::Regular).await, sglang(Role::Regular).await];
+    let urls = engines.each_ref().map(|engine| engine.url());
+    let port = free_port();
+    let text = port.to_string();
+    let start = [
+        "launch",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        &text,
+        "--policy",
+        "round_robin",
+        "--worker-urls",
+        &urls[0],
+        &urls[1],
+    ];
+    let smg = Smg::spawn(&start, port, &[]);
+    eventually("both serve", || async {
+        let asked = smg.client.post(format!("{}{CHAT}", smg.url)).json(&chat()).send().await.ok()?;
+        (asked.status() == 200 && engines.iter().all(|engine| engine.generation_count() > 0)).then_some(())
+    })
+    .await;
+}

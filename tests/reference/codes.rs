@@ -1,0 +1,171 @@
+//! The documented error codes.
+
+use super::{By, Table};
+
+pub const TABLES: &[Table] = &[
+    (
+        "Error Codes of prefill/decode serving",
+        &[
+            (
+                "no_available_workers",
+                By(&[
+                    ("tests/errors.rs", "a_fleet_that_cannot_serve_a_request_says_what_is_missing"),
+                    ("tests/breakers.rs", "a_leg_whose_only_worker_is_gone_is_named_with_the_time_to_come_back"),
+                ]),
+            ),
+            (
+                "no_compatible_pd_pair",
+                By(&[("tests/pairing.rs", "an_incompatible_fleet_is_refused_at_once_and_said_in_the_log")]),
+            ),
+            (
+                "worker_overload_protection_shed",
+                By(&[
+                    ("tests/overload.rs", "with_the_shed_flag_requests_are_refused_with_a_hint_and_not_retried"),
+                    (
+                        "tests/overload.rs",
+                        "with_the_shed_flag_a_decode_worker_that_became_overloaded_during_prefill_gets_no_leg",
+                    ),
+                ]),
+            ),
+            (
+                "prefill_upstream_error",
+                By(&[(
+                    "tests/resilience.rs",
+                    "an_engines_refusal_reaches_the_client_as_it_is_and_is_neither_retried_nor_charged",
+                )]),
+            ),
+            (
+                "prefill_request_failed, decode_request_failed",
+                By(&[("tests/codes.rs", "what_breaks_behind_the_gateway_has_the_code_of_its_leg")]),
+            ),
+            (
+                "prefill_read_failed",
+                By(&[("tests/errors.rs", "a_prefill_response_that_breaks_off_or_never_ends_is_the_prefills_failure")]),
+            ),
+            (
+                "prefill_bad_request and the other codes of a parallel prefill",
+                By(&[("tests/codes.rs", "what_engines_answer_passes_with_the_code_of_its_leg_and_status")]),
+            ),
+            (
+                "decode_bad_request and the other codes of a decode",
+                By(&[("tests/codes.rs", "what_engines_answer_passes_with_the_code_of_its_leg_and_status")]),
+            ),
+            (
+                "prefill_count_tokens_failed, no_prefill_servers",
+                By(&[
+                    ("tests/codes.rs", "what_breaks_behind_the_gateway_has_the_code_of_its_leg"),
+                    ("tests/codes.rs", "what_the_gateway_refuses_has_its_code_and_envelope"),
+                ]),
+            ),
+            (
+                "pd_prefill_queue_full, pd_prefill_queue_timeout",
+                By(&[(
+                    "tests/overload.rs",
+                    "a_full_queue_and_a_wait_that_is_over_are_refused_with_a_hint_and_not_retried",
+                )]),
+            ),
+            (
+                "moriio_pair_misconfigured",
+                By(&[("tests/moriio.rs", "a_misconfigured_pair_is_refused_before_either_leg_and_the_log_says_why")]),
+            ),
+            (
+                "moriio_fanout_unsupported",
+                By(&[("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")]),
+            ),
+            (
+                "moriio_request_id_reserved",
+                By(&[("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")]),
+            ),
+            (
+                "moriio_route_unsupported",
+                By(&[("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")]),
+            ),
+            (
+                "moriio_handoff_invalid",
+                By(&[("tests/moriio.rs", "a_handoff_of_a_wrong_shape_reaches_no_decode_engine")]),
+            ),
+            (
+                "context_length_exceeded",
+                By(&[("tests/grpc.rs", "a_prompt_longer_than_the_smaller_window_reaches_no_engine")]),
+            ),
+            (
+                "runtime_pd_not_supported",
+                By(&[("dataplane/gateway/src/grpc/flow_tests.rs", "a_pair_of_another_engine_is_refused")]),
+            ),
+            (
+                "prefill_worker_failed_to_start, decode_worker_failed_to_start",
+                By(&[("tests/grpc.rs", "a_leg_that_an_engine_refuses_answers_with_its_status_and_words")]),
+            ),
+            (
+                "moriio_grpc_pd_unsupported",
+                By(&[("tests/grpc.rs", "pairs_that_cannot_hand_over_on_this_wire_reach_no_engine")]),
+            ),
+        ],
+    ),
+    (
+        "Errors of the client edge",
+        &[
+            ("the envelope", By(&[("tests/codes.rs", "what_the_gateway_refuses_has_its_code_and_envelope")])),
+            (
+                "json_parse_error, invalid_type",
+                By(&[("tests/errors.rs", "bodies_that_routing_cannot_read_are_refused_and_reach_no_engine")]),
+            ),
+            (
+                "missing_required_parameter, model_not_found",
+                By(&[("tests/errors.rs", "an_unknown_model_is_not_found_and_one_of_several_must_be_named")]),
+            ),
+            ("unknown_url, method_not_allowed", By(&[("tests/errors.rs", "unknown_routes_and_methods_are_named")])),
+            (
+                "request_body_too_large",
+                By(&[("tests/uploads.rs", "bodies_over_the_limit_are_refused_announced_or_not_and_reach_no_engine")]),
+            ),
+            ("request_body_stalled", By(&[("tests/uploads.rs", "an_upload_that_stands_still_is_given_up")])),
+            (
+                "request_body_timeout",
+                By(&[("tests/uploads.rs", "slow_uploads_end_before_any_worker_is_chosen_and_keep_nobody_out")]),
+            ),
+            ("invalid_api_key", By(&[("tests/access.rs", "inference_needs_the_key_probes_and_inventory_do_not")])),
+            (
+                "admission_queue_full, admission_queue_timeout",
+                By(&[("tests/edge.rs", "requests_beyond_the_limit_wait_and_those_beyond_the_queue_are_refused")]),
+            ),
+            (
+                "no_models_available",
+                By(&[("tests/errors.rs", "a_fleet_that_cannot_serve_a_request_says_what_is_missing")]),
+            ),
+            (
+                "the shape of the Messages API",
+                By(&[("tests/routes.rs", "errors_on_messages_have_the_shape_of_that_api")]),
+            ),
+        ],
+    ),
+    (
+        "Errors of the worker API",
+        &[
+            (
+                "WORKER_NOT_FOUND, BAD_REQUEST, WORKER_ALREADY_EXISTS, PROVIDER_NOT_COMPILED",
+                By(&[("tests/rejections.rs", "malformed_registrations_are_refused_and_leave_nothing")]),
+            ),
+            (
+                "WORKER_CREATE_IN_PROGRESS",
+                By(&[(
+                    "controlplane/server/src/admin/tests.rs",
+                    "of_concurrent_creations_of_one_url_exactly_one_is_accepted",
+                )]),
+            ),
+            (
+                "PAYLOAD_TOO_LARGE",
+                By(&[("tests/uploads.rs", "bodies_over_the_limit_are_refused_announced_or_not_and_reach_no_engine")]),
+            ),
+            (
+                "PUT to another URL",
+                By(&[("tests/rejections.rs", "malformed_registrations_are_refused_and_leave_nothing")]),
+            ),
+            (
+                "PUT under --dp-aware",
+                By(&[("tests/ranks.rs", "each_data_parallel_rank_is_a_worker_and_its_legs_carry_it")]),
+            ),
+            ("bounds of labels and numbers", By(&[("shared/fleet/src/validate.rs", "every_bound_is_checked")])),
+        ],
+    ),
+];

@@ -8,7 +8,8 @@
 //! * a leg whose reader left is aborted: a prefill or a lone worker at once; a decode after its first reply or [`DEFERRAL`], whichever is
 //!   first, because its engine may be in the middle of a transfer; a decode whose prefill never started, and which therefore receives
 //!   nothing, at once too;
-//! * a leg that ended by itself, or whose output is complete, is not aborted;
+//! * a leg that ended by itself, or whose output is complete, is not aborted; one whose stream broke off on the way, or cannot be read, is:
+//!   its engine goes on;
 //! * an abort that overtook its request would be lost, so it is repeated as long as the engine keeps the stream open.
 //!
 //! Invariants
@@ -151,10 +152,20 @@ pub fn prepare<E: Exchange, A: Account<E::Reply>>(
 enum Stopped {
     /// The stream ended well.
     Ended,
-    /// The stream broke off: the engine is done.
+    /// The stream broke off.
     Failed(LegFailure),
     /// The reader went away or the time was over: the engine is not done.
     Unfinished,
+}
+
+/// What came of waiting for the first reply of a request that nobody waits for any more.
+enum Waited {
+    /// The engine goes on with it.
+    Goes,
+    /// The engine has ended it.
+    Ended,
+    /// The engine goes on, but what it says cannot be heard.
+    Lost,
 }
 
 struct Supervisor<E: Exchange, A> {
@@ -187,8 +198,11 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
 
     async fn run(mut self, sender: mpsc::Sender<Result<E::Reply, LegFailure>>) {
         let stopped = self.relay(&sender).await;
-        // What the leg holds is given back before its reader learns that it is over: the next leg finds room, and the breaker knows.
         match stopped {
+            Stopped::Failed(failure) if failure.leaves_engine_running() => {
+                tokio::join!(async { drop(sender.send(Err(failure)).await) }, self.abort_unseen());
+            }
+            // What the leg holds is given back before its reader learns that it is over: the next leg finds room, and the breaker knows.
             Stopped::Ended => drop(self),
             Stopped::Failed(failure) => {
                 drop(self);
@@ -255,8 +269,12 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
     /// Ends a request that nobody waits for any more.
     async fn wind_down(mut self) {
         let deferred = self.part == Part::Decode && !self.at_once.load(Ordering::Acquire);
-        if deferred && !self.answered && self.await_first_reply().await.is_none() {
-            return;
+        if deferred && !self.answered {
+            match self.await_first_reply().await {
+                Waited::Goes => {}
+                Waited::Ended => return,
+                Waited::Lost => return self.abort_unseen().await,
+            }
         }
         let limit = if self.closing.is_cancelled() { LAST_WIND_DOWN } else { WIND_DOWN };
         let mut limit = std::pin::pin!(sleep(limit));
@@ -273,19 +291,29 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
         }
     }
 
-    /// Waits for the first reply of an engine that may be receiving a KV cache; none when the request has ended by itself.
-    async fn await_first_reply(&mut self) -> Option<()> {
+    /// Waits for the first reply of an engine that may be receiving a KV cache.
+    async fn await_first_reply(&mut self) -> Waited {
         let closing = self.closing.clone();
-        tokio::select! {
-            next = self.source.next() => {
-                let reply = next?.ok()?;
+        let next = tokio::select! {
+            next = self.source.next() => next,
+            () = sleep(DEFERRAL) => return Waited::Goes,
+            () = closing.cancelled() => return Waited::Goes,
+        };
+        match next {
+            Some(Ok(reply)) => {
                 self.note(&reply);
                 self.account.discarded(reply);
+                Waited::Goes
             }
-            () = sleep(DEFERRAL) => {}
-            () = closing.cancelled() => {}
+            Some(Err(failure)) if failure.leaves_engine_running() => Waited::Lost,
+            Some(Err(_)) | None => Waited::Ended,
         }
-        Some(())
+    }
+
+    /// Sends one abort to an engine of which nothing is heard any more.
+    async fn abort_unseen(&mut self) {
+        let result = timeout(ABORT_TIMEOUT, self.exchange.abort()).await;
+        self.account.aborted(matches!(result, Ok(Ok(()))));
     }
 
     /// Sends an abort and reads on until the stream ends. True when it should be repeated: the engine goes on after `pause`.
@@ -302,6 +330,10 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
                 }
                 next = self.source.next() => match next {
                     Some(Ok(reply)) => self.account.discarded(reply),
+                    Some(Err(failure)) if failure.leaves_engine_running() && !called => {
+                        self.account.aborted(matches!(call.await, Ok(Ok(()))));
+                        return false;
+                    }
                     _ => return false,
                 },
                 () = &mut again, if called => return true,

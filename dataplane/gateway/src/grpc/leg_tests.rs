@@ -260,6 +260,26 @@ async fn what_a_leg_holds_is_given_back_before_its_reader_learns_the_end() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_whose_stream_broke_or_cannot_be_read_is_told_to_stop_and_holds_its_place_until_then() {
+    for part in [Part::Prefill, Part::Decode] {
+        let mut playing = Playing::start(part, false);
+        playing.say(Err(LegFailure::broken("no message of this engine")));
+        let failure = playing.leg.next().await.unwrap().unwrap_err();
+        assert_eq!(failure.kind, FailureKind::Broken);
+        playing.task.await.unwrap();
+        let events = playing.journal.events.lock();
+        assert_eq!(*events, [Event::Failed(FailureKind::Broken), Event::Abort(0), Event::Over(0)], "{part:?}");
+    }
+    // The same when nobody waits for it any more.
+    let playing = Playing::start(Part::Decode, false);
+    drop(playing.leg);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    playing.line.lock().as_ref().unwrap().send(Err(LegFailure::broken("no message of this engine"))).unwrap();
+    playing.task.await.unwrap();
+    assert_eq!(*playing.journal.events.lock(), [Event::Abort(3), Event::Over(3)]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_leg_whose_time_is_over_fails_and_is_aborted() {
     let mut playing = Playing::start(Part::Prefill, true);
     let failure = playing.leg.next().await.unwrap().unwrap_err();

@@ -119,6 +119,11 @@ impl LegFailure {
         Self::new(FailureKind::TimedOut, StatusCode::GATEWAY_TIMEOUT, "the worker did not answer in time")
     }
 
+    /// Whether the engine may go on with the request: what broke is the way from it to here.
+    pub fn leaves_engine_running(&self) -> bool {
+        self.kind == FailureKind::Broken
+    }
+
     /// The `error_type` label of `smg_worker_errors_total`.
     pub fn label(&self) -> &'static str {
         if self.kind == FailureKind::TimedOut { "timeout" } else { "backend_error" }

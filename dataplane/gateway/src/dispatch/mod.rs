@@ -14,6 +14,7 @@
 //! * dropping the future (the client left) closes both legs.
 
 pub mod explain;
+mod job;
 pub mod leg;
 mod logprobs;
 mod moriio;
@@ -28,30 +29,27 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use http::{HeaderMap, HeaderValue, Response, StatusCode};
-use smg_engines::errors::{PREFILL_UPSTREAM_ERROR, decode_code, parallel_prefill_code};
-use smg_engines::vllm::{Connector, DATA_PARALLEL_RANK};
+use http::{HeaderMap, Response};
+use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Legs, Route};
-use smg_fleet::policy::ClientHandoffFields;
-use smg_fleet::{Runtime, Wire, WorkerId, WorkerType};
+use smg_fleet::{Runtime, Wire};
 use smg_policies::Leg;
 use smg_telemetry::ROUTERS;
-use smg_telemetry::trace::TRACEPARENT;
 use tokio::time::Instant;
 
-use crate::connections::Answer;
 use crate::core::Core;
-use crate::decision::{Attempt, Decision, Millis, Record};
+use crate::decision::{Attempt, Decision, Record};
 use crate::fleet::policies;
 use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
-use crate::fleet::worker::{InFlight, RoutedWorker};
+use crate::fleet::worker::RoutedWorker;
 use crate::front::error::GatewayError;
 use crate::grpc;
 use crate::hints::Hints;
 use crate::resilience::retry;
 use crate::select::{self, Choice, SelectError, Selection, Tried};
-use crate::trace::{self, LegSpans, RequestTrace};
-use leg::LegBody;
+use crate::trace::RequestTrace;
+use job::LegCodes;
+pub(crate) use job::{Failed, Job};
 use scope::{Backend, Scope};
 
 /// A request that has been read.
@@ -70,160 +68,6 @@ pub struct Inbound {
     pub trace: Option<Arc<RequestTrace>>,
     /// Whether the client asks for the decision on it, and may have it.
     pub explain: bool,
-}
-
-/// What an attempt needs besides its workers.
-pub(crate) struct Job<'a> {
-    pub(crate) core: &'a Arc<Core>,
-    pub(crate) request: &'a Inbound,
-    pub(crate) pool: &'a ModelPool,
-    client_fields: ClientHandoffFields,
-    pub(crate) deadline: Instant,
-    pub(crate) decision: Decision,
-    pub(crate) attempt: usize,
-    pub(crate) model: Arc<str>,
-    pub(crate) spans: Option<LegSpans>,
-    /// Whether overloaded workers refuse requests.
-    sheds: bool,
-}
-
-impl Job<'_> {
-    /// Refuses to send a leg to a worker that reports too much load by now, where such workers are not merely avoided: time passes between
-    /// its selection and its leg, for a decode worker that of a whole prefill.
-    fn check_load(&self, claim: &InFlight) -> Result<(), Failed> {
-        let worker = claim.worker();
-        if !self.sheds || !worker.is_overloaded(self.core.clock.now_ms()) {
-            return Ok(());
-        }
-        self.core.metrics.worker_overload_shed.with_label_values(&["dispatch"]).inc();
-        let error = GatewayError::OverloadedBeforeDispatch {
-            worker: worker.url.as_str().to_owned(),
-            model: Arc::clone(&self.model),
-            retry_after_secs: self.core.options.load.interval_secs(),
-        };
-        Err(Failed::gateway(error, None))
-    }
-
-    fn headers(&self, worker: &RoutedWorker) -> HeaderMap {
-        let mut headers = smg_engines::headers::leg_headers(
-            &self.request.headers,
-            &self.request.request_id,
-            worker.record.spec.api_key.as_deref(),
-        );
-        if worker.engine() == Runtime::Vllm
-            && let Some(rank) = worker.dp_rank
-        {
-            headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
-        }
-        if let Some(spans) = self.spans {
-            let lone = self.request.route.legs() != Legs::Pair;
-            let span = if worker.role() == WorkerType::Prefill && !lone { spans.prefill } else { spans.output };
-            if let Some(value) = trace::header(span) {
-                headers.insert(TRACEPARENT, value);
-            }
-        }
-        headers
-    }
-
-    pub(crate) fn note(&self, change: impl FnOnce(&mut Attempt, Millis)) {
-        self.decision.attempt(self.attempt, change);
-    }
-
-    /// Sends a leg and waits for a 2xx head: an error status fails the attempt as a missing head does.
-    async fn send(&self, claim: &mut InFlight, body: LegBody, codes: LegCodes) -> Result<Response<Answer>, Failed> {
-        let worker = Arc::clone(claim.worker());
-        let headers = || self.headers(&worker);
-        let head = leg::send(self.core, claim, self.request.route, headers, body, self.deadline)
-            .await
-            .map_err(|error| Failed::gateway(GatewayError::Leg { code: codes.transport, error }, Some(worker.id())))?;
-        if !head.status().is_success() {
-            let code = (codes.status)(head.status());
-            return Err(Failed::engine(head, code, worker.id()));
-        }
-        Ok(head)
-    }
-}
-
-/// The codes of a leg's failures.
-#[derive(Clone, Copy)]
-struct LegCodes {
-    /// There is no response head.
-    transport: &'static str,
-    /// The head has this error status.
-    status: fn(StatusCode) -> &'static str,
-}
-
-impl LegCodes {
-    const DECODE: Self = Self { transport: "decode_request_failed", status: decode_code };
-    const PARALLEL_PREFILL: Self = Self { transport: "prefill_request_failed", status: parallel_prefill_code };
-    const SEQUENTIAL_PREFILL: Self = Self { transport: "prefill_request_failed", status: |_| PREFILL_UPSTREAM_ERROR };
-    const LONE_PREFILL: Self = Self { transport: "prefill_count_tokens_failed", status: |_| PREFILL_UPSTREAM_ERROR };
-    const REGULAR: Self = Self { transport: "worker_request_failed", status: |_| "worker_upstream_error" };
-}
-
-/// A failed attempt.
-pub(crate) struct Failed {
-    failure: Failure,
-    /// The worker that failed it.
-    blamed: Option<WorkerId>,
-}
-
-enum Failure {
-    /// The gateway's own words.
-    Gateway(GatewayError),
-    /// An engine's error response, which passes through as it is.
-    Engine { response: Box<Response<Answer>>, code: &'static str },
-}
-
-impl Failed {
-    pub(crate) fn gateway(error: GatewayError, blamed: Option<WorkerId>) -> Self {
-        Self { failure: Failure::Gateway(error), blamed }
-    }
-
-    fn engine(response: Response<Answer>, code: &'static str, worker: WorkerId) -> Self {
-        let blamed = retry::is_retryable(response.status()).then_some(worker);
-        Self { failure: Failure::Engine { response: Box::new(response), code }, blamed }
-    }
-
-    fn is_retryable(&self) -> bool {
-        match &self.failure {
-            Failure::Gateway(error) => error.is_retryable(),
-            Failure::Engine { response, .. } => retry::is_retryable(response.status()),
-        }
-    }
-
-    /// Whether no further attempt may use the same pair.
-    fn rules_out_the_pair(&self) -> bool {
-        matches!(&self.failure, Failure::Gateway(error) if error.is_of_the_pair())
-    }
-
-    fn status(&self) -> StatusCode {
-        match &self.failure {
-            Failure::Gateway(error) => error.status(),
-            Failure::Engine { response, .. } => response.status(),
-        }
-    }
-
-    fn code(&self) -> &'static str {
-        match &self.failure {
-            Failure::Gateway(error) => error.code(),
-            Failure::Engine { code, .. } => code,
-        }
-    }
-
-    fn describe(&self) -> String {
-        match &self.failure {
-            Failure::Gateway(error) => error.to_string(),
-            Failure::Engine { response, code } => format!("{code}: the engine answered {}", response.status()),
-        }
-    }
-
-    async fn into_response(self, core: &Core, deadline: Instant) -> Response<Body> {
-        match self.failure {
-            Failure::Gateway(error) => error.into_response(),
-            Failure::Engine { response, code } => respond::pass_error_through(core, *response, code, deadline).await,
-        }
-    }
 }
 
 /// Serves one request.

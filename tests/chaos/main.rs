@@ -57,8 +57,10 @@ const FLAGS: [&str; 20] = [
     "--health-success-threshold",
     "1",
 ];
-/// Growth of resident memory that is no leak: caches and buffers find their size.
+/// Growth of resident memory that is no leak, as a factor and in bytes: the allocator keeps what a peak of large bodies took. What leaks
+/// passes both in the long variant.
 const FLAT: f64 = 1.5;
+const PEAK: u64 = 24 * 1024 * 1024;
 /// Rounds of all requests until every one of a round must be answered rightly.
 const ROUNDS: usize = 10;
 /// Descriptors and tasks that come and go with probes and scrapes.
@@ -256,8 +258,8 @@ async fn whatever_engines_and_clients_do_every_request_ends_and_nothing_is_left(
         tally.wrong.len(),
         tally.wrong[..tally.wrong.len().min(5)].join("\n")
     );
-    let growth = after.resident_bytes as f64 / before.resident_bytes as f64;
-    assert!(growth <= FLAT, "memory grew {growth:.2}-fold: {before:?}, {after:?}");
+    let flat = (before.resident_bytes as f64 * FLAT).max((before.resident_bytes + PEAK) as f64);
+    assert!(after.resident_bytes as f64 <= flat, "memory grew: {before:?}, {after:?}");
     if soaking() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reports/chaos.md");
         std::fs::write(path, &report).unwrap();

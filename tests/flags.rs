@@ -6,7 +6,7 @@ mod support;
 use std::time::Duration;
 
 use reqwest::StatusCode;
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::*;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -57,6 +57,35 @@ async fn the_process_runs_and_logs_and_measures_as_it_was_told() {
         let line: Value = serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
         assert!(line["level"].is_string() && line["target"].is_string(), "{line}");
     }
+}
+
+#[tokio::test]
+async fn every_request_is_one_line_as_loud_as_its_status_and_its_query_is_no_part_of_it() {
+    let (smg, _prefill, decode) = sglang_pair(&["--log-json", "--disable-retries"]).await;
+    assert_eq!(smg.post(&format!("{CHAT}?key=secret-1"), &chat()).await.status(), StatusCode::OK);
+    assert_eq!(smg.post("/no/such/path?key=secret-2", &chat()).await.status(), StatusCode::NOT_FOUND);
+    decode.set_fault(Fault::path(CHAT).status(500, "{}"));
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    smg.get("/health").await;
+    smg.until_idle().await;
+    let lines = || {
+        let lines = smg.log();
+        let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        lines.filter(|line| line["target"] == "smg::response").collect::<Vec<_>>()
+    };
+    let lines =
+        eventually("a line for each request", || async { Some(lines()).filter(|lines| lines.len() >= 3) }).await;
+    let shown = |line: &Value| (line["level"].clone(), line["path"].clone(), line["status"].clone());
+    let of = |path: &str| lines.iter().filter(|line| line["path"] == path).map(shown).collect::<Vec<_>>();
+    assert_eq!(of(CHAT), [(json!("INFO"), json!(CHAT), json!(200)), (json!("ERROR"), json!(CHAT), json!(500))]);
+    assert_eq!(of("/no/such/path"), [(json!("WARN"), json!("/no/such/path"), json!(404))]);
+    assert!(of("/health").is_empty());
+    let first = lines.iter().find(|line| line["path"] == CHAT).unwrap();
+    assert!(
+        first["request_id"].is_string() && first["worker"] == decode.url() && first["duration_ms"].is_u64(),
+        "{first}"
+    );
+    assert!(!smg.log().contains("secret-"));
 }
 
 #[tokio::test]

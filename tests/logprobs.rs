@@ -77,3 +77,34 @@ async fn of_a_stream_the_first_event_gets_them_and_only_that() {
     assert_eq!(answer.text().await.unwrap(), expected);
     smg.until_idle().await;
 }
+
+#[tokio::test]
+async fn each_answer_of_a_streamed_batch_gets_the_entries_of_its_own_prompt() {
+    let (smg, prefill, decode) = sglang_pair(&[]).await;
+    let event = |index: usize, entries: &str| {
+        format!("data: {{\"index\":{index},\"meta_info\":{{\"input_token_logprobs\":[{entries}]}}}}\n\n")
+    };
+    prefill.set_fault(streaming(&[&event(0, "[-1.0,1]"), &event(1, "[-2.0,2]"), "data: [DONE]\n\n"]));
+    decode.set_fault(streaming(&[&event(1, ""), &event(0, ""), &event(1, ""), "data: [DONE]\n\n"]));
+    let body = json!({"model": MODEL, "text": ["a", "b"], "return_logprob": true, "stream": true});
+    let answer = smg.post("/generate", &body).await.text().await.unwrap();
+    let expected = [event(1, "[-2.0,2]"), event(0, "[-1.0,1]"), event(1, ""), "data: [DONE]\n\n".to_owned()].concat();
+    assert_eq!(answer, expected);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn whoever_asks_a_pair_of_any_engine_for_logprobs_gets_json() {
+    let (smg, _prefill, decode) = nixl_pair(&[]).await;
+    for path in ["/v1/chat/completions", "/v1/completions"] {
+        let fault = Fault::path(path).status(200, DECODE).header("content-type", "application/octet-stream");
+        decode.set_fault(fault);
+        let mut body = json!({"model": MODEL, "prompt": "hi", "messages": [{"role": "user", "content": "hi"}]});
+        let asked = smg.post(path, &body).await;
+        assert_eq!(asked.headers()["content-type"], "application/octet-stream", "{path}");
+        body["logprobs"] = if path == "/v1/chat/completions" { json!(true) } else { json!(1) };
+        let asked = smg.post(path, &body).await;
+        assert_eq!(asked.headers()["content-type"], "application/json", "{path}");
+        assert_eq!(asked.text().await.unwrap(), DECODE);
+    }
+}

@@ -177,6 +177,21 @@ async fn exhausted_retries_answer_with_the_engines_own_error_and_are_counted() {
 }
 
 #[tokio::test]
+async fn a_registration_decides_how_often_requests_for_its_model_are_tried() {
+    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
+    decode.set_fault(Fault::path(CHAT).status(500, "{}"));
+    for (resilience, attempts) in [(json!({"max_retries": 2}), 2), (json!({"disable_retry": true}), 1), (json!({}), 3)]
+    {
+        let smg = Smg::launch(&["--retry-initial-backoff-ms", "1", "--retry-max-retries", "3"]).await;
+        smg.register(&spec_with(&prefill, "prefill", json!({"resilience": resilience}))).await;
+        smg.register(&spec(&decode, "decode")).await;
+        let before = decode.generation_count();
+        assert_eq!(smg.post(CHAT, &chat()).await.status(), 500);
+        assert_eq!(decode.generation_count() - before, attempts, "{resilience}");
+    }
+}
+
+#[tokio::test]
 async fn nothing_is_tried_again_after_the_first_byte() {
     for dispatch in PAIRS {
         let (smg, prefill, decode) = pair(dispatch, &[]).await;

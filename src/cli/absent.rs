@@ -2,7 +2,8 @@
 //!
 //! Problem: a flag that is silently ignored is worse than an error: `--tenant-rate-limit-enabled` would look like
 //! protection. So each such flag is a row of [`GROUPS`]; giving it refuses the start and names the missing feature,
-//! unless the value given is one that switches the feature off, which is what this version does anyway.
+//! unless the value given is one that switches the feature off, which is what this version does anyway, or the documented
+//! default of a flag that only tunes its feature: a start without the flag means the same.
 //!
 //! A feature that arrives takes its rows out of this table and becomes a field of a group.
 
@@ -30,7 +31,7 @@ struct Flag {
     /// Spellings without dashes, the documented one first.
     names: &'static [&'static str],
     shape: Shape,
-    /// Values that switch the feature off.
+    /// Values that switch the feature off, and the documented default.
     off: &'static [&'static str],
 }
 
@@ -65,8 +66,8 @@ const GROUPS: &[Group] = &[
     Group {
         feature: "an index of KV blocks for the cache_aware policy",
         flags: &[
-            one(&["block-size"]),
-            one(&["kv-index"]),
+            one_or_off(&["block-size"], &["16"]),
+            one_or_off(&["kv-index"], &["positional"]),
             one(&["kv-indexer-ttl-secs"]),
             one(&["kv-indexer-max-entries"]),
         ],
@@ -83,20 +84,24 @@ const GROUPS: &[Group] = &[
     Group {
         feature: "warming up new workers",
         flags: &[
-            one_or_off(&["worker-warmup-secs"], &["0"]),
-            one_or_off(&["worker-warmup-share"], &["0"]),
-            one(&["worker-warmup-blocks"]),
-            one_or_off(&["worker-warmup-thin-ratio"], &["0"]),
-            one_or_off(&["worker-warmup-divert-every"], &["0"]),
+            one_or_off(&["worker-warmup-secs"], &["0", "60"]),
+            one_or_off(&["worker-warmup-share"], &["0", "0.25"]),
+            one_or_off(&["worker-warmup-blocks"], &["1024"]),
+            one_or_off(&["worker-warmup-thin-ratio"], &["0", "0.5"]),
+            one_or_off(&["worker-warmup-divert-every"], &["0", "8"]),
         ],
     },
     Group {
         feature: "judging workers by their silence",
-        flags: &[one(&["worker-wedge-secs"]), one_or_off(&["worker-stale-secs"], &["0"])],
+        flags: &[one_or_off(&["worker-wedge-secs"], &["3"]), one_or_off(&["worker-stale-secs"], &["0", "15"])],
     },
     Group {
         feature: "the reinforcement-learning control API",
-        flags: &[switch(&["enable-rl"]), one(&["rl-control-timeout-secs"]), one(&["rl-fanout-concurrency"])],
+        flags: &[
+            switch(&["enable-rl"]),
+            one_or_off(&["rl-control-timeout-secs"], &["600"]),
+            one_or_off(&["rl-fanout-concurrency"], &["32"]),
+        ],
     },
     Group {
         feature: "encode/prefill/decode serving",
@@ -105,11 +110,11 @@ const GROUPS: &[Group] = &[
     Group {
         feature: "preparing media in the gateway",
         flags: &[
-            one(&["multimodal-tensor-transport"]),
+            one_or_off(&["multimodal-tensor-transport"], &["inline"]),
             one(&["multimodal-shm-min-bytes"]),
             one(&["multimodal-max-inflight-bytes"]),
             one(&["mm-per-request-image-limit"]),
-            one_or_off(&["mm-processing"], &["worker"]),
+            one_or_off(&["mm-processing"], &["worker", "auto"]),
             one_or_off(&["mm-pixel-cache-mb"], &["0"]),
             switch(&["mm-pixel-rdma"]),
             one(&["mm-allowed-media-domains"]),
@@ -123,19 +128,24 @@ const GROUPS: &[Group] = &[
         feature: "service discovery",
         flags: &[
             switch(&["service-discovery"]),
-            one(&["discovery-provider"]),
+            one_or_off(&["discovery-provider"], &["kubernetes"]),
             one(&["discovery-file"]),
-            one(&["discovery-check-interval-secs"]),
+            one_or_off(&["discovery-check-interval-secs"], &["30"]),
             many(&["selector"]),
             many(&["encode-selector"]),
             many(&["prefill-selector"]),
             many(&["decode-selector"]),
             many(&["router-selector"]),
-            one(&["service-discovery-port"]),
+            one_or_off(&["service-discovery-port"], &["80"]),
             one(&["service-discovery-namespace"]),
-            one(&["kv-connector-annotation"]),
-            one(&["kv-engine-id-annotation"]),
+            one_or_off(&["kv-connector-annotation"], &["smg.ai/kv-connector"]),
+            one_or_off(&["kv-engine-id-annotation"], &["smg.ai/kv-engine-id"]),
             one(&["model-id-from"]),
+        ],
+    },
+    Group {
+        feature: "removing workers that failed for good",
+        flags: &[
             Flag {
                 names: &["remove-unhealthy-workers", "worker-auto-recovery"],
                 shape: Shape::MaybeOne,
@@ -154,20 +164,23 @@ const GROUPS: &[Group] = &[
         feature: "telling tenants apart",
         flags: &[
             switch(&["trust-tenant-header"]),
-            one(&["tenant-header-name"]),
+            one_or_off(&["tenant-header-name"], &["x-smg-tenant-id"]),
             switch(&["tenant-rate-limit-enabled"]),
             one(&["tenant-rate-limit-config"]),
         ],
     },
-    Group { feature: "streaming request bodies past the router", flags: &[one(&["max-buffered-request-bytes"])] },
-    Group { feature: "background responses", flags: &[one_or_off(&["max-background-responses"], &["0"])] },
+    Group {
+        feature: "streaming request bodies past the router",
+        flags: &[one_or_off(&["max-buffered-request-bytes"], &["1048576"])],
+    },
+    Group { feature: "background responses", flags: &[one_or_off(&["max-background-responses"], &["0", "1024"])] },
     Group {
         feature: "the priority scheduler",
         flags: &[
             switch(&["priority-scheduler-enabled"]),
-            one(&["priority-scheduler-default-max-class"]),
+            one_or_off(&["priority-scheduler-default-max-class"], &["default"]),
             one(&["priority-scheduler-config"]),
-            one(&["priority-scheduler-tenant-metric-top-n"]),
+            one_or_off(&["priority-scheduler-tenant-metric-top-n"], &["32"]),
         ],
     },
     Group {
@@ -176,9 +189,9 @@ const GROUPS: &[Group] = &[
             off_switch(&["disable-tokenizer-autoload"]),
             switch(&["tokenizer-cache-enable-l0"]),
             switch(&["tokenizer-cache-enable-l1"]),
-            one(&["tokenizer-cache-l0-max-entries"]),
-            one(&["tokenizer-cache-l0-max-memory"]),
-            one(&["tokenizer-cache-l1-max-memory"]),
+            one_or_off(&["tokenizer-cache-l0-max-entries"], &["10000"]),
+            one_or_off(&["tokenizer-cache-l0-max-memory"], &["268435456"]),
+            one_or_off(&["tokenizer-cache-l1-max-memory"], &["52428800"]),
         ],
     },
     Group { feature: "parsing reasoning and tool calls in the gateway", flags: &[one(&["parser"])] },
@@ -187,9 +200,9 @@ const GROUPS: &[Group] = &[
         feature: "storing conversations",
         flags: &[
             one_or_off(&["history-backend"], &["none"]),
-            one(&["history-memory-max-responses"]),
-            one(&["history-memory-max-items"]),
-            one(&["history-memory-retention-secs"]),
+            one_or_off(&["history-memory-max-responses"], &["10000"]),
+            one_or_off(&["history-memory-max-items"], &["100000"]),
+            one_or_off(&["history-memory-retention-secs"], &["86400"]),
             many(&["storage-context-headers"]),
             one(&["storage-hook-wasm-path"]),
             one(&["schema-config"]),
@@ -218,7 +231,7 @@ const GROUPS: &[Group] = &[
             one(&["jwt-issuer"]),
             one(&["jwt-audience"]),
             one(&["jwt-jwks-uri"]),
-            one(&["jwt-role-claim"]),
+            one_or_off(&["jwt-role-claim"], &["roles"]),
             many(&["jwt-role-mapping"]),
         ],
     },
@@ -227,9 +240,9 @@ const GROUPS: &[Group] = &[
         flags: &[
             switch(&["enable-mesh"]),
             one(&["mesh-server-name"]),
-            one(&["mesh-host"]),
+            one_or_off(&["mesh-host"], &["0.0.0.0"]),
             one(&["mesh-advertise-host"]),
-            one(&["mesh-port"]),
+            one_or_off(&["mesh-port"], &["39527"]),
             many(&["mesh-peer-urls"]),
             one(&["mesh-tls-ca-cert"]),
             one(&["mesh-tls-cert"]),

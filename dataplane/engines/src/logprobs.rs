@@ -28,10 +28,40 @@ pub fn merge(prefill: &str, decode: &str) -> Option<String> {
     apply(decode, each.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
-/// The answer in a prefill's stream of events: its last event with data.
-pub fn last_event(stream: &str) -> Option<&str> {
-    let mut events = stream.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim);
-    events.rfind(|data| data.starts_with(['{', '[']) && *data != "[DONE]")
+/// The answers in a prefill's stream of events, each to be merged into the first event of the same place in the batch.
+#[derive(Debug)]
+pub struct StreamedAnswers(Vec<(String, String)>);
+
+impl StreamedAnswers {
+    /// Reads the stream: of each place the last event has the whole list.
+    pub fn read(stream: &str) -> Self {
+        let mut answers: Vec<(String, String)> = Vec::new();
+        for data in stream.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim) {
+            if !data.starts_with('{') {
+                continue;
+            }
+            match answers.iter_mut().find(|(place, _)| *place == place_of(data)) {
+                Some((_, answer)) => data.clone_into(answer),
+                None => answers.push((place_of(data).to_owned(), data.to_owned())),
+            }
+        }
+        Self(answers)
+    }
+
+    /// The decode's event with the prefill's entries in it; none when it stays as it is.
+    pub fn merge(&mut self, event: &str) -> Option<String> {
+        if self.0.is_empty() || !event.starts_with('{') {
+            return None;
+        }
+        let place = place_of(event);
+        let found = self.0.iter().position(|(other, _)| other == place)?;
+        merge(&self.0.swap_remove(found).1, event)
+    }
+}
+
+/// The place of an event's answer in the batch. A lone answer may do without it.
+fn place_of(event: &str) -> &str {
+    json::member(event, "index").unwrap_or("0")
 }
 
 type Edit = (Range<usize>, String);
@@ -119,8 +149,28 @@ mod tests {
     }
 
     #[test]
-    fn the_last_event_of_a_stream_is_the_prefills_answer() {
-        assert_eq!(last_event("data: {\"a\":1}\n\ndata: {\"a\":2}\r\n\r\ndata: [DONE]\n\n"), Some("{\"a\":2}"));
-        assert_eq!(last_event(": ping\n\n"), None);
+    fn each_answer_of_a_streamed_batch_gets_its_own_entries_once() {
+        let event = |index: usize, entry: &str| {
+            format!(r#"{{"index":{index},"meta_info":{{"input_token_logprobs":[{entry}]}}}}"#)
+        };
+        let prefill = format!(
+            "data: {}\n\ndata: {}\n\ndata: {}\r\n\r\ndata: [DONE]\n\n",
+            event(0, ""),
+            event(1, "[-2.0,2]"),
+            event(0, "[-1.0,1]")
+        );
+        let mut answers = StreamedAnswers::read(&prefill);
+        assert_eq!(answers.merge(&event(1, "")), Some(event(1, "[-2.0,2]")));
+        assert_eq!(answers.merge(&event(1, "")), None);
+        assert_eq!(answers.merge("[DONE]"), None);
+        assert_eq!(answers.merge(&event(0, "")), Some(event(0, "[-1.0,1]")));
+        assert_eq!(answers.merge(&event(0, "")), None);
+    }
+
+    #[test]
+    fn a_lone_answer_needs_no_place() {
+        let mut answers = StreamedAnswers::read(&format!(": ping\n\ndata: {PREFILL}\n\n"));
+        assert!(answers.merge(r#"{"index":0,"meta_info":{"input_token_logprobs":[]}}"#).unwrap().contains("-0.5"));
+        assert_eq!(StreamedAnswers::read(": ping\n\n").merge("{}"), None);
     }
 }

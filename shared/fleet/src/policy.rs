@@ -13,7 +13,7 @@ use crate::protection::{self, Overload, OverloadPolicy, PrefillAdmission, Prefil
 use crate::tuning::{
     self, BucketTuning, CacheAwareTuning, LeastLoadTuning, ManualTuning, PowerOfTwoTuning, PrefixHashTuning, Tuning,
 };
-use crate::worker::named;
+use crate::worker::{ResilienceOverride, named};
 
 /// Longest wait for rooms on a decode worker.
 const MAX_ADMISSION_WAIT_SECS: u64 = 86_400;
@@ -352,6 +352,25 @@ pub struct Retry {
     pub budget_min_per_sec: u32,
 }
 
+impl Retry {
+    /// These settings with what a worker's registration overrides.
+    #[must_use]
+    pub fn overridden(self, overrides: &ResilienceOverride) -> Self {
+        let attempts = match overrides.disable_retry {
+            Some(true) => 1,
+            _ => overrides.max_retries.map_or(self.attempts, |attempts| attempts.max(1)),
+        };
+        Self {
+            attempts,
+            initial_backoff_ms: overrides.initial_backoff_ms.unwrap_or(self.initial_backoff_ms),
+            max_backoff_ms: overrides.max_backoff_ms.unwrap_or(self.max_backoff_ms),
+            multiplier: overrides.backoff_multiplier.unwrap_or(self.multiplier),
+            jitter: overrides.jitter_factor.unwrap_or(self.jitter),
+            ..self
+        }
+    }
+}
+
 /// Circuit breaker settings in force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Breaker {
@@ -513,6 +532,16 @@ impl Probe {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_registration_overrides_what_it_names_of_the_retries() {
+        let retry = Settings::resolve(None, None).retry;
+        assert_eq!(retry.overridden(&ResilienceOverride::default()), retry);
+        let two = ResilienceOverride { max_retries: Some(2), initial_backoff_ms: Some(7), ..Default::default() };
+        assert_eq!(retry.overridden(&two), Retry { attempts: 2, initial_backoff_ms: 7, ..retry });
+        let none = ResilienceOverride { disable_retry: Some(true), ..two };
+        assert_eq!(retry.overridden(&none).attempts, 1);
+    }
 
     #[test]
     fn nothing_decided_means_the_documented_defaults() {

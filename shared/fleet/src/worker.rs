@@ -275,6 +275,16 @@ impl ResilienceOverride {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+
+    /// Whether it says something about retries, which concern the model and not only the worker.
+    pub fn is_of_retries(&self) -> bool {
+        self.disable_retry.is_some()
+            || self.max_retries.is_some()
+            || self.initial_backoff_ms.is_some()
+            || self.max_backoff_ms.is_some()
+            || self.backoff_multiplier.is_some()
+            || self.jitter_factor.is_some()
+    }
 }
 
 fn default_priority() -> u32 {

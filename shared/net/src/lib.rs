@@ -26,7 +26,7 @@ where
     F: Future + Send + 'static,
     F::Output: Send + 'static,
 {
-    tokio::spawn(task.instrument(tracing::info_span!(target: "smg", "task", name)))
+    tokio::spawn(task.instrument(tracing::info_span!(target: "smg", "task", task = name)))
 }
 
 /// Milliseconds since the Unix epoch, for records that people read. Never compared between hosts.

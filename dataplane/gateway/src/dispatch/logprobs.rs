@@ -1,7 +1,7 @@
 //! Answers with log probabilities: the prefill's entries for the prompt are put into the decode's answer.
 //!
-//! Such a request waits for the prefill's body. An answer that is no stream is read whole and merged; of a stream the first event is. When
-//! there is nothing to merge the decode's answer stays as it is.
+//! Such a request waits for the prefill's body. An answer that is no stream is read whole and merged; of a stream the first event of each
+//! answer of the batch is. When there is nothing to merge the decode's answer stays as it is.
 
 use std::sync::Arc;
 use std::time::Instant as StdInstant;
@@ -10,7 +10,7 @@ use axum::body::Body;
 use bytes::Bytes;
 use http::Response;
 use prometheus::Histogram;
-use smg_engines::logprobs;
+use smg_engines::logprobs::{self, StreamedAnswers};
 use smg_telemetry::SMG;
 
 use super::respond::{self, FirstOutput};
@@ -53,7 +53,8 @@ pub(super) async fn respond(
     let prefill = prefill.and_then(|body| String::from_utf8(body.into()).ok());
     if job.request.body.stream() {
         let rewrite = prefill.map(|prefill| -> Rewrite {
-            Box::new(move |event| logprobs::merge(logprobs::last_event(&prefill)?, event))
+            let mut answers = StreamedAnswers::read(&prefill);
+            Box::new(move |event| answers.merge(event))
         });
         return respond::relay(job, decode, claim, scope, first_output, rewrite).await;
     }

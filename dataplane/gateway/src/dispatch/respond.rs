@@ -6,7 +6,7 @@ use std::time::{Duration, Instant as StdInstant};
 use axum::body::Body;
 use bytes::Bytes;
 use futures::future::{Either, ready};
-use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body::Frame;
 use http_body_util::BodyExt;
 use prometheus::Histogram;
@@ -21,11 +21,9 @@ use crate::connections::Answer;
 use crate::core::Core;
 use crate::fleet::worker::InFlight;
 use crate::front::error::{GatewayError, envelope, mark};
+use crate::front::observe::ROUTED_WORKER;
 use crate::relay::{Dialect, Ended, OnEnd, Relay, Rewrite, describe};
 use crate::resilience::breaker::Verdict;
-
-/// Names the worker whose output this is.
-const ROUTED_WORKER: HeaderName = HeaderName::from_static("x-smg-routed-worker-id");
 
 /// Closes the books of a served request when its body has ended.
 struct Served {
@@ -188,6 +186,10 @@ fn relay_from(
     let mut headers = relay_headers(&head.headers);
     if events && !says_events {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    }
+    // Whoever asks for log probabilities gets JSON, whatever the engine calls it (SMG PD docs, "Failures, Cancellation, and Streaming").
+    if !job.request.body.stream() && claim.worker().role() == WorkerType::Decode && job.request.body.wants_logprobs() {
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     }
     if let Ok(url) = HeaderValue::from_str(claim.worker().url.as_str()) {
         headers.insert(ROUTED_WORKER, url);

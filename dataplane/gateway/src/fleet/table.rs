@@ -425,7 +425,12 @@ impl Builder<'_> {
     }
 
     fn pool(&mut self, model: &Arc<str>, members: &[Arc<smg_fleet::Worker>]) -> Result<ModelPool, TableError> {
-        let settings = self.snapshot.settings(model);
+        let mut settings = self.snapshot.settings(model);
+        // Retries concern a model, so of what its workers ask for the last registration holds.
+        let asking = members.iter().filter(|member| member.spec.resilience.is_of_retries());
+        if let Some(last) = asking.max_by_key(|member| (member.create_revision, member.id)) {
+            settings.retry = settings.retry.overridden(&last.spec.resilience);
+        }
         let policies = self.policies(model, &settings)?;
         let (mut regulars, mut prefills, mut decodes) = (Vec::new(), Vec::new(), Vec::new());
         for member in members {

@@ -9,7 +9,7 @@ pub mod error;
 mod infer;
 mod intake;
 mod loads;
-mod observe;
+pub(crate) mod observe;
 mod probes;
 pub mod request_id;
 mod responses;

@@ -1,4 +1,5 @@
-//! What happens to every request: an id, metrics, and a log line when it fails.
+//! What happens to every request: an id, metrics, and a log line at its end (SMG, logging: targets `smg::request` and `smg::response`; the
+//! query is never logged, it may hold secrets).
 //!
 //! A request counts as active until its response body has ended, not until its head is sent.
 
@@ -7,13 +8,13 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::{MatchedPath, State};
 use axum::middleware::Next;
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use smg_telemetry::Metrics;
 use smg_telemetry::ages::Arrival;
@@ -27,6 +28,8 @@ use crate::trace::RequestTrace;
 #[derive(Debug, Clone)]
 pub struct RequestId(pub Arc<str>);
 
+/// Whose answer a response is.
+pub(crate) const ROUTED_WORKER: HeaderName = HeaderName::from_static("x-smg-routed-worker-id");
 /// Paths of unknown routes are the client's invention: they share one label.
 const OTHER: &str = "other";
 
@@ -59,8 +62,13 @@ pub(super) async fn observed<B, F: Future<Output = Response<Body>>>(
     if let Some(trace) = &trace {
         request.extensions_mut().insert(Arc::clone(trace));
     }
-    let mut active = Active::new(metrics, method, path);
-    active.trace = trace.map(|trace| (trace, Arc::clone(&id)));
+    let mut active = Active::new(metrics, method, path, Arc::clone(&id));
+    active.probe = probe;
+    if active.path == OTHER {
+        active.unknown_path = Some(request.uri().path().into());
+    }
+    tracing::debug!(target: "smg::request", request_id = %id, method, path = active.shown_path(), "request began");
+    active.trace = trace;
 
     let anthropic_path = request.uri().path().starts_with("/v1/messages");
     let anthropic_client = request.headers().contains_key("anthropic-version");
@@ -74,14 +82,11 @@ pub(super) async fn observed<B, F: Future<Output = Response<Body>>>(
     let status = response.status();
     let code = response.extensions().get::<ErrorCode>().map_or("", |code| code.0);
     active.metrics.http_responses.with_label_values(&[&*active.path, status.as_str(), code]).inc();
-    active.answered = Some((status, code));
-    if status.is_server_error() && !probe {
-        tracing::warn!(target: "smg::response", request_id = %id, path = %active.path, %status, code, "request failed");
-    }
+    active.answered = Some(Answered { status, code, worker: response.headers().get(ROUTED_WORKER).cloned() });
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(request_id::REQUEST_ID, value);
     }
-    if let Some(value) = active.trace.as_ref().and_then(|(trace, _)| trace.header()) {
+    if let Some(value) = active.trace.as_ref().and_then(|trace| trace.header()) {
         response.headers_mut().insert(TRACEPARENT, value);
     }
     response.map(|body| Body::new(Counted { body, active }))
@@ -100,49 +105,105 @@ fn method_label(method: &Method) -> &'static str {
     }
 }
 
+/// The head of the response.
+struct Answered {
+    status: StatusCode,
+    code: &'static str,
+    /// Whose answer it is.
+    worker: Option<HeaderValue>,
+}
+
 struct Active {
     metrics: Arc<Metrics>,
     method: &'static str,
     path: Cow<'static, str>,
+    /// The path of no route, which is no label.
+    unknown_path: Option<Box<str>>,
+    id: Arc<str>,
+    /// It asks for the gateway's health: that is hardly worth a line.
+    probe: bool,
     started: Instant,
-    /// The request's trace and id, if it is traced.
-    trace: Option<(Arc<RequestTrace>, Arc<str>)>,
-    answered: Option<(StatusCode, &'static str)>,
+    trace: Option<Arc<RequestTrace>>,
+    answered: Option<Answered>,
     #[allow(dead_code, reason = "held for its drop")]
     arrival: Arrival,
 }
 
 impl Active {
-    fn new(metrics: Arc<Metrics>, method: &'static str, path: Cow<'static, str>) -> Self {
+    fn new(metrics: Arc<Metrics>, method: &'static str, path: Cow<'static, str>, id: Arc<str>) -> Self {
         metrics.http_requests_active.inc();
         let arrival = metrics.http_inflight_ages.arrive();
-        Self { metrics, method, path, started: Instant::now(), trace: None, answered: None, arrival }
+        Self {
+            metrics,
+            method,
+            path,
+            unknown_path: None,
+            id,
+            probe: false,
+            started: Instant::now(),
+            trace: None,
+            answered: None,
+            arrival,
+        }
+    }
+
+    fn shown_path(&self) -> &str {
+        self.unknown_path.as_deref().unwrap_or(&self.path)
+    }
+
+    /// One line at the end of the response body, as loud as its status.
+    fn log(&self, duration: Duration) {
+        macro_rules! line {
+            ($level:ident, $message:literal) => {{
+                let answered = self.answered.as_ref();
+                tracing::$level!(
+                    target: "smg::response",
+                    request_id = %self.id,
+                    method = self.method,
+                    path = self.shown_path(),
+                    status = answered.map(|answered| answered.status.as_u16()),
+                    code = answered.map(|answered| answered.code).filter(|code| !code.is_empty()),
+                    worker = answered.and_then(|answered| answered.worker.as_ref()?.to_str().ok()),
+                    duration_ms = duration.as_millis() as u64,
+                    $message
+                )
+            }};
+        }
+        match self.answered.as_ref().map(|answered| answered.status) {
+            _ if self.probe => line!(debug, "request ended"),
+            None => line!(info, "the client left before the response"),
+            Some(status) if status.is_server_error() => line!(error, "request failed"),
+            Some(status) if status.is_client_error() => line!(warn, "request refused"),
+            Some(_) => line!(info, "request ended"),
+        }
     }
 }
 
 impl Drop for Active {
     fn drop(&mut self) {
+        let duration = self.started.elapsed();
         self.metrics.http_requests_active.dec();
         self.metrics
             .http_request_duration
             .with_label_values(&[self.method, &*self.path])
-            .observe(self.started.elapsed().as_secs_f64());
-        if let Some((trace, id)) = self.trace.take() {
-            self.record_trace(&trace, &id);
+            .observe(duration.as_secs_f64());
+        self.log(duration);
+        if let Some(trace) = self.trace.take() {
+            self.record_trace(&trace);
         }
     }
 }
 
 impl Active {
-    fn record_trace(&self, trace: &RequestTrace, id: &str) {
+    fn record_trace(&self, trace: &RequestTrace) {
         let mut attributes = vec![
             ("http.request.method", Value::from(self.method)),
             ("http.route", (&*self.path).into()),
-            ("smg.request_id", id.into()),
+            ("smg.request_id", (&*self.id).into()),
         ];
         let error = match self.answered {
             None => Some("the client left before the response".to_owned()),
-            Some((status, code)) => {
+            Some(Answered { status, code, .. }) => {
                 attributes.push(("http.response.status_code", u64::from(status.as_u16()).into()));
                 let failed = status.is_server_error() || !code.is_empty();
                 failed.then(|| if code.is_empty() { status.to_string() } else { code.to_owned() })

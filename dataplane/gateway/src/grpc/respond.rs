@@ -14,7 +14,7 @@ use std::time::Instant as StdInstant;
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use futures::stream::{SelectAll, StreamExt, select_all};
-use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use http::{HeaderValue, Response, StatusCode, header};
 use http_body::Frame;
 use prometheus::Histogram;
 use smg_apis::{Answer, Failure, Finish, FinishReason, Usage};
@@ -32,10 +32,9 @@ use crate::dispatch::scope::Scope;
 use crate::dispatch::{Failed, Job};
 use crate::fleet::worker::RoutedWorker;
 use crate::front::error::GatewayError;
+use crate::front::observe::ROUTED_WORKER;
 use crate::relay::Dialect;
 
-/// Names the worker whose output this is.
-const ROUTED_WORKER: HeaderName = HeaderName::from_static("x-smg-routed-worker-id");
 /// Events that are there together are sent together, as long as they are smaller than this.
 const GATHERED: usize = 16 * 1024;
 

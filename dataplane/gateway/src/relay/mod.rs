@@ -1,7 +1,7 @@
 //! The way back: an engine's response body, forwarded as it comes.
 //!
 //! Invariants
-//! * bytes are forwarded as received and in order; nothing is collected (but the first event of a stream that is to be rewritten), so a slow client slows the engine down through the sockets;
+//! * bytes are forwarded as received and in order; nothing is collected (but a line of a stream whose events are to be rewritten), so a slow client slows the engine down through the sockets;
 //! * a stream that breaks after a 2xx head is recognisable as broken: an error event in a stream of events, an aborted body otherwise;
 //! * after the end marker of a stream nothing more is forwarded, and the response ends at the latest a second later;
 //! * whatever way the body ends (complete, broken, client gone), [`OnEnd`] is told exactly once.
@@ -24,8 +24,8 @@ use crate::connections::Answer;
 
 /// How long an engine may keep its connection open after the end marker before the response ends without it.
 const AFTER_DONE: Duration = Duration::from_secs(1);
-/// Largest event that is held back to be rewritten.
-const MAX_FIRST_EVENT: usize = 16 * 1024 * 1024;
+/// Longest line that is held back to be rewritten.
+const MAX_HELD_LINE: usize = 16 * 1024 * 1024;
 
 /// Whose manner of events a stream has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -107,30 +107,41 @@ pub struct Relay<E: OnEnd, B = Answer> {
     heard: Instant,
     /// One timer for all of these, set when there is first something to wait for.
     timer: Option<Pin<Box<Sleep>>>,
-    first_event: Option<FirstEvent>,
+    rewriting: Option<Rewriting>,
     on_end: Option<E>,
 }
 
-/// What becomes of the data of a stream's first event; none leaves it as it is.
-pub type Rewrite = Box<dyn FnOnce(&str) -> Option<String> + Send>;
+/// What becomes of the data of each event of a stream; none leaves it as it is.
+pub type Rewrite = Box<dyn FnMut(&str) -> Option<String> + Send>;
 
-/// The first event of a stream, held back until it is whole because it is rewritten.
-struct FirstEvent {
+/// A stream whose data lines are rewritten. A line that has no end yet is held back.
+struct Rewriting {
     held: BytesMut,
     rewrite: Rewrite,
 }
 
-impl FirstEvent {
-    /// The bytes held back, their first data line rewritten if that is possible.
-    fn release(self) -> Bytes {
-        let Ok(text) = std::str::from_utf8(&self.held) else { return self.held.freeze() };
-        let line = text.lines().find_map(|line| Some((line.as_ptr().addr(), line.strip_prefix("data:")?.trim())));
-        let Some((_, data)) = line else { return self.held.freeze() };
-        let start = data.as_ptr().addr() - text.as_ptr().addr();
-        let (before, after) = (text.get(..start), text.get(start + data.len()..));
-        match ((self.rewrite)(data), before, after) {
-            (Some(data), Some(before), Some(after)) => Bytes::from(format!("{before}{data}{after}")),
-            _ => self.held.freeze(),
+impl Rewriting {
+    /// What can go on: whole lines. With `all`, whatever there is.
+    fn pass(&mut self, data: &[u8], all: bool) -> Bytes {
+        self.held.extend_from_slice(data);
+        let lines = memchr::memrchr2(b'\n', b'\r', &self.held).map_or(0, |end| end + 1);
+        let whole = if all || self.held.len() - lines > MAX_HELD_LINE { self.held.len() } else { lines };
+        let part = self.held.split_to(whole).freeze();
+        let Ok(text) = std::str::from_utf8(&part) else { return part };
+        let mut rewritten = None;
+        let mut position = 0;
+        for line in text.split(['\n', '\r']) {
+            let Some(data) = line.strip_prefix("data:").map(str::trim) else { continue };
+            let Some(new) = (self.rewrite)(data) else { continue };
+            let start = data.as_ptr().addr() - text.as_ptr().addr();
+            let out = rewritten.get_or_insert_with(|| String::with_capacity(text.len() + new.len()));
+            out.push_str(text.get(position..start).unwrap_or_default());
+            out.push_str(&new);
+            position = start + data.len();
+        }
+        match rewritten {
+            Some(out) => Bytes::from(out + text.get(position..).unwrap_or_default()),
+            None => part,
         }
     }
 }
@@ -158,7 +169,7 @@ impl<E: OnEnd, B> Relay<E, B> {
             keep_alive: keep_alive.filter(|period| events.is_some() && !period.is_zero()),
             heard: Instant::now(),
             timer: None,
-            first_event: None,
+            rewriting: None,
             on_end: Some(on_end),
         }
     }
@@ -169,10 +180,10 @@ impl<E: OnEnd, B> Relay<E, B> {
         self
     }
 
-    /// Rewrites the data of the first event of a stream. It is held back until it is whole.
+    /// Rewrites the data of a stream's events.
     pub fn rewriting(mut self, rewrite: Option<Rewrite>) -> Self {
-        self.first_event =
-            rewrite.filter(|_| self.events.is_some()).map(|rewrite| FirstEvent { held: BytesMut::new(), rewrite });
+        let rewrite = rewrite.filter(|_| self.events.is_some());
+        self.rewriting = rewrite.map(|rewrite| Rewriting { held: BytesMut::new(), rewrite });
         self
     }
 
@@ -192,9 +203,9 @@ impl<E: OnEnd, B> Relay<E, B> {
     ) -> Poll<Option<Result<Frame<Bytes>, BrokenBody>>> {
         let event = self.events.as_ref().map(|scanner| self.dialect.error_event(message, scanner.at_boundary()));
         self.end(ended);
-        match (event, self.first_event.take()) {
-            (Some(event), Some(first)) => {
-                Poll::Ready(Some(Ok(Frame::data([first.held.freeze(), event].concat().into()))))
+        match (event, self.rewriting.take()) {
+            (Some(event), Some(rewriting)) => {
+                Poll::Ready(Some(Ok(Frame::data([rewriting.held.freeze(), event].concat().into()))))
             }
             (Some(event), None) => Poll::Ready(Some(Ok(Frame::data(event)))),
             (None, _) => {
@@ -222,15 +233,10 @@ impl<E: OnEnd, B> Relay<E, B> {
                 on_end.first_output();
             }
         }
-        if let Some(mut first) = self.first_event.take() {
-            first.held.extend_from_slice(&data);
-            if output || self.done.is_some() || first.held.len() > MAX_FIRST_EVENT {
-                return first.release();
-            }
-            self.first_event = Some(first);
-            return Bytes::new();
+        match &mut self.rewriting {
+            Some(rewriting) => rewriting.pass(&data, self.done.is_some()),
+            None => data,
         }
-        data
     }
 }
 
@@ -293,8 +299,8 @@ where
                 }
                 None => {
                     this.end(Ended::Complete);
-                    if let Some(first) = this.first_event.take().filter(|first| !first.held.is_empty()) {
-                        return Poll::Ready(Some(Ok(Frame::data(first.release()))));
+                    if let Some(mut rewriting) = this.rewriting.take().filter(|rewriting| !rewriting.held.is_empty()) {
+                        return Poll::Ready(Some(Ok(Frame::data(rewriting.pass(&[], true)))));
                     }
                 }
                 Some(Err(_)) if this.done.is_some() => this.end(Ended::Complete),
@@ -392,7 +398,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_held_back_of_a_first_event_passes_when_the_stream_breaks() {
+    async fn what_is_held_back_of_a_line_passes_when_the_stream_breaks() {
         let cut = "data: {\"text\":\"a";
         let pieces = [Ok(Frame::data(Bytes::from(cut))), Err(io::Error::from(io::ErrorKind::ConnectionReset))];
         let engine = StreamBody::new(futures::stream::iter(pieces));
@@ -402,5 +408,21 @@ mod tests {
         let received = relay.collect().await.unwrap().to_bytes();
         let error = received.strip_prefix(cut.as_bytes()).unwrap();
         assert!(error.starts_with(b"\n\ndata: {\"error\"") && error.ends_with(b"data: [DONE]\n\n"), "{received:?}");
+    }
+
+    #[test]
+    fn data_lines_are_rewritten_however_they_are_cut_and_all_else_stays() {
+        let stream = ": ping\n\nevent: e\ndata: {\"n\":1}\r\n\r\ndata:{\"n\":2}\n\ndata: [DONE]\n\n";
+        let expected = stream.replace("{\"n\":2}", "new");
+        for size in 1..stream.len() {
+            let rewrite = |data: &str| (data == "{\"n\":2}").then(|| "new".to_owned());
+            let mut rewriting = Rewriting { held: BytesMut::new(), rewrite: Box::new(rewrite) };
+            let mut passed = Vec::new();
+            for piece in stream.as_bytes().chunks(size) {
+                passed.extend_from_slice(&rewriting.pass(piece, false));
+            }
+            assert!(rewriting.held.is_empty());
+            assert_eq!(String::from_utf8(passed).unwrap(), expected, "pieces of {size}");
+        }
     }
 }

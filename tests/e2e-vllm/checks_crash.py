@@ -6,6 +6,8 @@ when the server answers again requests flow without anybody's help, with KV that
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import time
@@ -13,7 +15,7 @@ from collections.abc import Callable
 
 from answers import CHAT
 from api import chat, endless, prompt
-from checks_handoff import check_handoff
+from checks_handoff import appended, check_handoff, check_listeners
 from client import OpenRequest, call
 from engine import SETTLE_SECONDS, Engine
 from failure import expect
@@ -42,10 +44,32 @@ def check_prefill_crash(table: Table, group: str, pair: Pair,
     _check_return(table, group, pair, pair.prefill, pair.decode, identity)
 
 
+def check_unprotected(table: Table, group: str, pair: Pair) -> None:
+    """The control of the checks with handoffs of clients: without a gateway the same body ends this very server."""
+    table.run(group, "control: the same, straight to the decode server", _ask_unprotected, pair)
+    table.run(group, "control: decode back again", _return, pair, pair.decode, None)
+
+
+def _ask_unprotected(pair: Pair) -> str:
+    request = chat(prompt("hostile and straight"))
+    try:
+        try:
+            answer = call(pair.decode.port, "POST", request.path, appended(json.dumps(request.body)), END_SECONDS)
+            told = f"it answers {answer.status}"
+        except (OSError, http.client.HTTPException) as error:
+            told = f"it does not answer ({error!r})"
+        wait_until("the decode server to end", SETTLE_SECONDS, pair.decode.process.has_ended)
+        return f"{told} and ends"
+    finally:
+        pair.decode.process.kill()
+
+
 def _check_return(table: Table, group: str, pair: Pair, victim: Engine, other: Engine,
                   identity: Callable[[Engine], dict[str, object]] | None = None) -> None:
     table.run(group, "requests meanwhile", _meanwhile, pair, other)
     table.run(group, "back again", _return, pair, victim, identity)
+    if pair.loopback_only:
+        table.run(group, "listeners of the new server too", check_listeners, pair)
     if identity is not None:
         table.run(group, "the new identity is declared", _redeclare, pair, victim, identity)
     table.run(group, "KV moves again", check_handoff, pair, chat(prompt("after the return"), stream=True))
@@ -63,7 +87,7 @@ def _kill_decode(pair: Pair) -> str:
     events = [line.removeprefix("data: ") for line in received.splitlines() if line.startswith("data: ")]
     expect('"error"' in received, f"the stream tells of no error; it ends with {events[-2:]}")
     _expect_charged(pair, pair.decode, charged)
-    error = next(event for event in events if '"error"' in event)
+    error = next((event for event in events if '"error"' in event), "an error outside of events")
     return f"{seconds:.1f} s later the stream ends with `{error}`; charged to decode alone"
 
 

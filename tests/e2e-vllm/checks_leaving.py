@@ -6,18 +6,20 @@ import os
 import random
 import signal
 import threading
+import time
 
 from answers import CHAT
-from api import ENDLESS_TOKENS, Request, endless, prompt
+from api import ENDLESS_TOKENS, Request, completion, endless, prompt
 from client import OpenRequest
-from engine import SETTLE_SECONDS, wait_idle
-from failure import expect
+from engine import SETTLE_SECONDS, reference, wait_idle
+from failure import CheckFailed, expect
 from pair import Pair
 from table import Table
 from waiting import wait_until
 
 CROWD = 30
 CROWD_SECONDS = 1.5
+"""Longest stay of a client of the crowd: many times what a prompt takes on an idle machine."""
 
 
 def check_leaving(table: Table, group: str, pair: Pair) -> None:
@@ -73,6 +75,10 @@ def _during_prefill(pair: Pair) -> str:
         wait_until("the gateway to give up", SETTLE_SECONDS, lambda: not pair.gateway.requests_active(pair.prefill))
     finally:
         os.kill(core, signal.SIGCONT)
+    # The server's metrics are those of before until its engine has worked off what came meanwhile; it takes things in turn, so
+    # when it answers a request that came later, it has seen the one that was left.
+    marker = completion(prompt("after the one that left"))
+    reference(pair.prefill, marker.path, marker.body)
     seconds = wait_idle(pair.engines)
     called = (pair.decode.counters() - before).prompt
     expect(called == 0, f"decode was called all the same: {called} prompt tokens")
@@ -81,22 +87,40 @@ def _during_prefill(pair: Pair) -> str:
 
 
 def _crowd(pair: Pair) -> str:
+    """Shows by the servers' counters that most clients left a request behind, and that none was worked off for nobody."""
     moments = random.Random(3)
+    errors: list[OSError] = []
 
-    def come_and_go(number: int, stay: threading.Event, seconds: float) -> None:
-        client = _open(pair, endless(prompt(f"one of a crowd, {number}"), stream=number % 2 == 0))
-        stay.wait(seconds)
-        client.leave()
-    never = threading.Event()
-    clients = [threading.Thread(target=come_and_go, args=(number, never, moments.uniform(0, CROWD_SECONDS)))
+    def come_and_go(number: int, seconds: float) -> None:
+        """Every third stays for some tokens however long they take, so that decode surely has a part."""
+        try:
+            client = _open(pair, endless(prompt(f"one of a crowd, {number}"), stream=number % 3 != 1))
+            try:
+                time.sleep(seconds)
+                if number % 3 == 0:
+                    client.read_events(1 + number // 3)
+            finally:
+                client.leave()
+        except OSError as error:
+            errors.append(error)
+    prefill, decode, dispatched = pair.prefill.counters(), pair.decode.counters(), pair.gateway.mode_count(pair.mode)
+    clients = [threading.Thread(target=come_and_go, args=(number, moments.uniform(0, CROWD_SECONDS)))
                for number in range(CROWD)]
     for client in clients:
         client.start()
     for client in clients:
         client.join()
+    if errors:
+        raise CheckFailed(f"{len(errors)} of {CROWD} clients failed, one with {errors[0]!r}")
     seconds = wait_idle(pair.engines)
     _expect_no_claims(pair)
-    return f"both servers idle {seconds:.1f} s after the last"
+    prefilled, decoded = pair.prefill.counters() - prefill, pair.decode.counters() - decode
+    dispatched = pair.gateway.mode_count(pair.mode) - dispatched
+    found = (f"{dispatched} requests dispatched, prefill counted {prefilled.prompt} prompt tokens, "
+             f"decode {decoded.prompt}, and generated {decoded.generated} tokens")
+    expect(dispatched >= CROWD / 2 and prefilled.prompt and decoded.prompt and decoded.generated, found)
+    expect(decoded.generated < dispatched * ENDLESS_TOKENS / 2, f"answers went on for nobody: {found}")
+    return f"{found}; both servers idle {seconds:.1f} s after the last"
 
 
 def _expect_no_claims(pair: Pair) -> None:

@@ -18,6 +18,9 @@ MODEL = "tiny"
 START_SECONDS = 900
 """A start takes one minute on an idle machine and six on one with two busy cores."""
 
+QUIET_SECONDS = 1.0
+"""A server's count of requests lags behind: it is idle when it says so for this long."""
+
 SETTLE_SECONDS = 60
 """A server's counters follow its answers with some delay, and an abandoned request ends with some."""
 
@@ -128,6 +131,8 @@ class Engine:
 
     def counters(self) -> Counters:
         metrics = Metrics.of(self.port)
+        # A name that the engine does not use any more would count as 0: nothing would ever run.
+        metrics.require("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
 
         def prompt_tokens(source: str) -> int:
             return int(metrics.total("vllm:prompt_tokens_by_source_total", source=source))
@@ -158,13 +163,19 @@ class Engine:
 
 
 def wait_idle(engines: list[Engine]) -> float:
-    """Waits until none of the servers has a request that runs or waits; returns the seconds that took."""
+    """Waits until none of the servers has a request that runs or waits, for a while; returns the seconds until that began."""
     began = time.monotonic()
+    quiet_since: float | None = None
     while True:
         busy = {engine.role: engine.counters().busy for engine in engines}
-        if not any(busy.values()):
-            return time.monotonic() - began
-        if time.monotonic() - began > SETTLE_SECONDS:
+        now = time.monotonic()
+        if any(busy.values()):
+            quiet_since = None
+        elif quiet_since is None:
+            quiet_since = now
+        elif now - quiet_since > QUIET_SECONDS:
+            return quiet_since - began
+        if now - began > SETTLE_SECONDS:
             raise CheckFailed(f"{SETTLE_SECONDS} s later requests still run or wait: {busy}")
         time.sleep(0.05)
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from client import call
+from failure import CheckFailed
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -28,6 +29,12 @@ class Metrics:
     @classmethod
     def of(cls, port: int) -> Metrics:
         return cls(call(port, "GET", "/metrics").text)
+
+    def require(self, *names: str) -> None:
+        """Fails the check unless there are samples of every one of these names."""
+        absent = set(names) - {sample.name for sample in self.samples}
+        if absent:
+            raise CheckFailed(f"the server has no metric {', '.join(sorted(absent))}")
 
     def total(self, name: str, **labels: str) -> float:
         """The sum over every sample called `name` that has these labels; 0 when there is none."""

@@ -91,7 +91,10 @@ class Gateway:
         return workers
 
     def worker(self, engine: Engine) -> dict[str, Any]:
-        return next(worker for worker in self.workers() if worker["url"] == engine.url)
+        for worker in self.workers():
+            if worker["url"] == engine.url:
+                return worker
+        raise Broken(f"the gateway does not list {engine.url}")
 
     def metrics(self) -> Metrics:
         return Metrics.of(self._metrics_port)

@@ -115,4 +115,4 @@ def _finish(directory: pathlib.Path) -> None:
 
 
 def _is_finished(directory: pathlib.Path) -> bool:
-    return (directory / "finished").exists()
+    return os.path.exists(directory / "finished")

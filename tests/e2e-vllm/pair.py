@@ -18,6 +18,8 @@ class Pair:
     gateway: Gateway
     mode: str
     """The KV connector mode that the gateway reports for this pair when its connector is declared."""
+    loopback_only: bool
+    """Whether everything of the servers listens on loopback addresses."""
 
     @property
     def engines(self) -> list[Engine]:

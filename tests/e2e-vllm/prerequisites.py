@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pathlib
 import platform
 import shutil
 import subprocess
+import tempfile
 
 from failure import Missing
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
 DISK_BYTES = 10 * 1024**3
 """The installed engine takes 6.5 GiB, and the installer keeps 3 GiB of packages beside it until it is done."""
+
+BUILD_BYTES = 5 * 1024**3
+"""A debug build of `smg` from nothing, with what it is built of."""
 
 MEMORY_BYTES = 6 * 1024**3
 """Two servers of 3.2 GiB each, which share their libraries' pages."""
@@ -36,6 +43,33 @@ def find_python() -> pathlib.Path | None:
     return None
 
 
+def target_directory() -> pathlib.Path:
+    """Where cargo builds `smg`."""
+    return pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
+
+
+def has_library(name: str) -> bool:
+    """Whether the system's loader finds a shared library."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def missing_disk(cache: pathlib.Path, installed: bool) -> list[str]:
+    """What the installation and the build lack together on each file system."""
+    needs: dict[int, tuple[pathlib.Path, int]] = {}
+    built = (target_directory() / "debug" / "smg").exists()
+    for directory, size in ((cache, 0 if installed else DISK_BYTES), (target_directory(), 0 if built else BUILD_BYTES)):
+        existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if os.path.exists(parent))
+        device = existing.stat().st_dev
+        needs[device] = (existing, size + needs.get(device, (existing, 0))[1])
+    free = {existing: (shutil.disk_usage(existing).free, size) for existing, size in needs.values()}
+    return [f"{size / 1e9:.1f} GB of free disk at {existing}: there are {have / 1e9:.1f}"
+            for existing, (have, size) in free.items() if have < size]
+
+
 def available_memory() -> int:
     """Bytes that programs can still take without swapping."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
@@ -52,12 +86,18 @@ def check(cache: pathlib.Path, installed: bool) -> pathlib.Path:
         raise Missing("\n".join(missing))
     python = find_python()
     if python is None:
-        missing.append("python3.12 with the venv module, on PATH or under pyenv's versions")
+        missing.append("python3.12 with the venv module, on PATH or under pyenv's versions: docs/operations tells how to get it")
     missing += [f"`{tool}` on PATH" for tool in ("cargo", "git") if shutil.which(tool) is None]
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
-    if not installed and free < DISK_BYTES:
-        missing.append(f"{DISK_BYTES / 1e9:.1f} GB of free disk for {cache}: there are {free / 1e9:.1f}")
+    if not has_library("libnuma.so.1"):
+        missing.append("libnuma.so.1, which vLLM's CPU build links to: the Debian package libnuma1")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        missing.append(f"a directory to install into that can be written, XDG_CACHE_HOME names another one: {error}")
+    else:
+        missing += missing_disk(cache, installed)
     memory = available_memory()
     if memory < MEMORY_BYTES:
         missing.append(f"{MEMORY_BYTES / 1e9:.1f} GB of available memory: there are {memory / 1e9:.1f}")

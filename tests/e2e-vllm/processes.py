@@ -38,8 +38,11 @@ class Process:
             )
         self.group = self._process.pid
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def require_alive(self) -> None:
-        if self._process.poll() is not None:
+        if self.has_ended():
             raise Broken(f"{self.name} ended with exit code {self._process.returncode}; its log is {self.log}")
 
     def wait(self, seconds: float) -> int:
@@ -120,14 +123,18 @@ class Processes:
         self._started.append(process)
         return process
 
+    def show_logs(self) -> None:
+        """Prints the end of every log."""
+        for process in self._started:
+            print(f"--- last lines of {process.log}", file=sys.stderr)
+            print(*process.log_text().splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
         if kind is not None and issubclass(kind, Broken):
-            for process in self._started:
-                print(f"--- last lines of {process.log}", file=sys.stderr)
-                print(*process.log_text().splitlines()[-SHOWN_LINES:], sep="\n", file=sys.stderr)
+            self.show_logs()
         # An interruption while stopping must not leave the rest running.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable
 
 import mooncake_support
-from checks_crash import check_decode_crash, check_prefill_crash
+from checks_crash import check_decode_crash, check_prefill_crash, check_unprotected
 from checks_handoff import (
     check_answers,
     check_batches,
@@ -28,15 +28,17 @@ from table import Table
 def nixl(table: Table, installation: Installation, binary: pathlib.Path, logs: pathlib.Path) -> None:
     """NIXL: decode pulls the KV cache from the place that the prefill's answer names."""
     with Processes(logs) as processes:
-        pair = _start(processes, installation, binary, "NixlConnector", "nixl")
         name = "NIXL"
-        table.run(name, "start", _starts, pair)
+        pair = _start(table, name, processes, lambda: _pair(processes, installation, binary, "NixlConnector", "nixl"))
+        if pair is None:
+            return
         table.run(name, "listeners", check_listeners, pair)
         _declare(table, name, pair)
         check_answers(table, name, pair)
         check_unequal_requests(table, name, pair)
         check_batches(table, "NIXL, several prompts in one request", pair)
         check_hostile_fields(table, "NIXL, handoffs that clients bring", pair)
+        check_unprotected(table, "NIXL, handoffs that clients bring", pair)
         check_leaving(table, "NIXL, clients that leave", pair)
         table.run("No declared connector", "the declared pair leaves", _leave, pair)
         check_undeclared(table, "No declared connector", pair)
@@ -50,9 +52,11 @@ def mooncake_pair(table: Table, installation: Installation, binary: pathlib.Path
     environment = mooncake_support.environment(installation)
     with Processes(logs) as processes:
         options = mooncake_support.OPTIONS
-        pair = _start(processes, installation, binary, "MooncakeConnector", "mooncake", options, environment)
         name = "Mooncake"
-        table.run(name, "start", _starts, pair)
+        pair = _start(table, name, processes, lambda: _pair(
+            processes, installation, binary, "MooncakeConnector", "mooncake", options, environment))
+        if pair is None:
+            return
         _declare(table, name, pair, _peer(pair.prefill))
         check_answers(table, name, pair)
         check_unequal_requests(table, name, pair)
@@ -68,18 +72,28 @@ STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], No
 }
 
 
-def _start(processes: Processes, installation: Installation, binary: pathlib.Path, connector: str, mode: str,
-           options: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> Pair:
+def _start(table: Table, group: str, processes: Processes, make: Callable[[], Pair]) -> Pair | None:
+    """Starts a pair as a check of its own; without one, the checks of it are not run, and the table says so."""
+    made: list[Pair] = []
+
+    def start() -> str:
+        made.append(make())
+        return ", ".join(f"{engine.role} ready after {engine.start_seconds[0]:.0f} s" for engine in made[0].engines)
+    if not table.run(group, "start", start):
+        processes.show_logs()
+        table.not_run(group, "everything else", "no pair to check")
+        return None
+    return made[0]
+
+
+def _pair(processes: Processes, installation: Installation, binary: pathlib.Path, connector: str, mode: str,
+          options: dict[str, object] | None = None, environment: dict[str, str] | None = None) -> Pair:
     print(f"starting two servers with {connector}: one to six minutes", flush=True)
     prefill, decode = (Engine(processes, installation, role, connector, options, environment)
                        for role in ("prefill", "decode"))
     for engine in (prefill, decode):
         engine.wait_ready()
-    return Pair(prefill, decode, Gateway(processes, binary), mode)
-
-
-def _starts(pair: Pair) -> str:
-    return ", ".join(f"{engine.role} ready after {engine.start_seconds[0]:.0f} s" for engine in pair.engines)
+    return Pair(prefill, decode, Gateway(processes, binary), mode, loopback_only=mode == "nixl")
 
 
 def _declare(table: Table, group: str, pair: Pair, prefill_only: dict[str, object] | None = None) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from failure import Broken, CheckFailed
+from failure import CheckFailed
 
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
 
@@ -26,15 +25,19 @@ class Table:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def run(self, group: str, check: str, function: Callable[..., str], *arguments: object) -> None:
-        """Calls `function`, which returns figures worth telling and raises when something is wrong."""
+    def run(self, group: str, check: str, function: Callable[..., str], *arguments: object) -> bool:
+        """Calls `function`, which returns figures worth telling and raises when something is wrong.
+
+        Whatever it raises fails the check; only an interruption, which is no `Exception`, ends the run. Returns whether it passed.
+        """
         began = time.monotonic()
         try:
             result, figures = PASSED, function(*arguments)
-        except (CheckFailed, Broken, OSError, http.client.HTTPException, LookupError, ValueError) as error:
+        except Exception as error:
             kind = "" if isinstance(error, CheckFailed) else f"{type(error).__name__}: "
             result, figures = FAILED, f"{kind}{error}"
         self._add(Row(group, check, result, figures), time.monotonic() - began)
+        return result == PASSED
 
     def not_run(self, group: str, check: str, why: str) -> None:
         self._add(Row(group, check, NOT_RUN, why), 0)

@@ -6,9 +6,19 @@ mod support;
 use std::process::{Output, Stdio};
 
 use serde_json::{Value, json};
+use smg_messages::state;
+use smg_services::admin as rpc;
+use smg_services::admin::admin_client::AdminClient;
 use support::{Connector, PATIENCE, Role, Smg, eventually, free_port, sglang, spec, vllm};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 
 /// An operator with a home of their own.
 struct Operator {
@@ -194,6 +204,75 @@ async fn tokens_guard_what_they_should_and_a_context_holds_one() {
     for shell in ["bash", "zsh", "fish"] {
         assert!(text(&operator.bare(&["completions", shell]).output().await.unwrap()).contains("policies"), "{shell}");
     }
+}
+
+/// A request with a token.
+fn bearing<T>(secret: &str, message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    request.metadata_mut().insert("authorization", format!("Bearer {secret}").parse().unwrap());
+    request
+}
+
+#[tokio::test]
+async fn an_operator_registers_and_drains_a_worker_by_grpc_and_a_viewer_only_looks() {
+    let directory = tempfile::tempdir().unwrap();
+    let smg = Smg::controlplane(directory.path(), free_port(), &[]).await;
+    let operator = Operator::of(&smg);
+    let ada = operator.json(&["tokens", "create", "ada", "--role", "admin"]).await["token"].clone();
+    let ada = ada.as_str().unwrap();
+    let channel = tonic::transport::Channel::from_shared(smg.url.clone()).unwrap().connect().await.unwrap();
+    let mut client = AdminClient::new(channel.clone());
+    let viewer = rpc::CreateTokenRequest { options: None, name: "eve".into(), role: state::Role::Viewer as i32 };
+    let eve = client.create_token(bearing(ada, viewer)).await.unwrap().into_inner().secret;
+
+    let engine = vllm(Role::Prefill, Connector::Nixl).await;
+    let spec = state::WorkerSpec {
+        url: engine.url(),
+        worker_type: state::WorkerType::Prefill as i32,
+        priority: 50,
+        cost: 1.0,
+        kv_connector: Some("NixlConnector".into()),
+        max_connection_attempts: 20,
+        ..state::WorkerSpec::default()
+    };
+    let create = rpc::CreateWorkerRequest { options: None, spec: Some(spec) };
+    let refused = client.create_worker(bearing(&eve, create.clone())).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::PermissionDenied);
+    assert_eq!(refused.metadata().get("smg-outcome").unwrap(), "did_not_happen");
+    assert_eq!(client.create_worker(create.clone()).await.unwrap_err().code(), tonic::Code::Unauthenticated);
+    client.create_worker(bearing(ada, create)).await.unwrap();
+    let worker = eventually("the worker is registered", || {
+        let mut client = client.clone();
+        let request = bearing(&eve, rpc::ListWorkersRequest::default());
+        async move {
+            let listed = client.list_workers(request).await.unwrap().into_inner();
+            listed.workers.into_iter().find(|worker| worker.facts.is_some())
+        }
+    })
+    .await;
+    let id = worker.id.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let cordon = rpc::SetWorkerIntentRequest { options: None, id: id.clone(), intent: state::Intent::Cordoned as i32 };
+    assert_eq!(
+        client.set_worker_intent(bearing(&eve, cordon.clone())).await.unwrap_err().code(),
+        tonic::Code::PermissionDenied
+    );
+    client.set_worker_intent(bearing(ada, cordon)).await.unwrap();
+    let shown = client.get_worker(bearing(&eve, rpc::GetWorkerRequest { stale: false, id })).await.unwrap();
+    assert!(shown.get_ref().idle, "no gateway is connected");
+    assert_eq!(shown.get_ref().worker.as_ref().unwrap().intent(), state::Intent::Cordoned);
+
+    let mut health = HealthClient::new(channel.clone());
+    let check = HealthCheckRequest { service: "smg.admin.v1.Admin".into() };
+    assert_eq!(health.check(check).await.unwrap().get_ref().status(), ServingStatus::Serving);
+    let mut reflection = ServerReflectionClient::new(channel);
+    let list = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let answers = reflection.server_reflection_info(futures::stream::iter([list])).await.unwrap();
+    let answer = answers.into_inner().message().await.unwrap().unwrap();
+    let Some(MessageResponse::ListServicesResponse(list)) = answer.message_response else { panic!("{answer:?}") };
+    assert!(list.service.iter().any(|service| service.name == "smg.admin.v1.Admin"), "{list:?}");
 }
 
 #[tokio::test]

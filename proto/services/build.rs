@@ -1,6 +1,8 @@
 //! Compiles the service definitions with protox, so that no protoc is needed.
+use prost::Message;
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let ours = ["proto/sync.proto", "proto/raft.proto"];
+    let ours = ["proto/sync.proto", "proto/raft.proto", "proto/admin.proto"];
     let messages = "../messages/proto";
     let engines = ["sglang", "vllm", "tokenspeed"].map(|engine| format!("{messages}/engines/{engine}.proto"));
     let files = ours.into_iter().chain(engines.iter().map(String::as_str));
@@ -14,6 +16,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .extern_path(".vllm.grpc.engine", "::smg_messages::engines::vllm")
         .extern_path(".tokenspeed.grpc.scheduler", "::smg_messages::engines::tokenspeed")
         .compile_fds(descriptors)?;
+    // What reflection shows: the admin service and what it names.
+    let shown = protox::compile(["proto/admin.proto"], ["proto", messages])?;
+    let directory = std::env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?;
+    std::fs::write(std::path::Path::new(&directory).join("admin.bin"), shown.encode_to_vec())?;
     println!("cargo:rerun-if-changed=proto");
     println!("cargo:rerun-if-changed={messages}");
     Ok(())

@@ -4,7 +4,7 @@
 //! it registers workers, removes them and probes them. All of it stands on one [`ClusterStore`]; nothing here holds state that a restart
 //! must bring back, but the list of connected gateways, which reconnect.
 //!
-//! * [`admin`]: REST under `/workers` and `/fleet`;
+//! * [`admin`]: REST under `/workers` and `/fleet`, and the same over gRPC;
 //! * [`sync`]: the subscription of gateways;
 //! * [`jobs`]: registration and removal, a duty of the leader;
 //! * [`probe`]: active health probes, a duty of the leader;
@@ -91,6 +91,7 @@ pub struct ControlPlane {
     writer: writer::Writer,
     sync: sync::SyncService,
     admin: admin::service::Service,
+    rpc: Router,
     max_body_bytes: usize,
     access: Arc<admin::access::AccessOptions>,
     shutdown: CancellationToken,
@@ -146,13 +147,15 @@ impl ControlPlane {
         ];
         let admin =
             admin::service::Service::new(writer.clone(), gateways, sync.feed(), Arc::clone(&access), shutdown.clone());
-        Arc::new(Self { writer, sync, admin, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
+        let rpc = admin::rpc::router(admin.clone(), max_body_bytes, shutdown.clone());
+        Arc::new(Self { writer, sync, admin, rpc, max_body_bytes, access, shutdown, tasks: Mutex::new(tasks) })
     }
 
-    /// Everything this control plane serves: admin REST and the sync service on one router, so that one listener or one in-memory
-    /// connection (HTTP/1.1 and HTTP/2 with prior knowledge) carries both.
+    /// Everything this control plane serves: admin REST, admin gRPC and the sync service on one router, so that one listener or one
+    /// in-memory connection (HTTP/1.1 and HTTP/2 with prior knowledge) carries all of them.
     pub fn router(self: &Arc<Self>) -> Router {
-        admin::router(self.admin.clone(), self.max_body_bytes).merge(self.sync.router())
+        let rest = admin::router(self.admin.clone(), self.max_body_bytes);
+        rest.merge(self.rpc.clone()).merge(self.sync.router())
     }
 
     /// The way to change the state from within the process.

@@ -6,6 +6,14 @@ pub mod sync {
     tonic::include_proto!("smg.sync.v1");
 }
 
+/// The admin API.
+pub mod admin {
+    tonic::include_proto!("smg.admin.v1");
+}
+
+/// The schema of [`admin`], as reflection shows it: an encoded `FileDescriptorSet`.
+pub const ADMIN_DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/admin.bin"));
+
 /// What members of the control plane say to each other.
 pub mod raft {
     tonic::include_proto!("smg.raft.v1");

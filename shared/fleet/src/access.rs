@@ -22,7 +22,7 @@ use crate::worker::Origin;
 const MAX_NAME_BYTES: usize = 128;
 
 /// A text that is never printed: a key or a token.
-#[derive(Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Default, Deserialize, schemars::JsonSchema)]
 #[serde(transparent)]
 pub struct Secret(String);
 
@@ -86,7 +86,7 @@ impl TokenHash {
 }
 
 /// What the holder of a token may do. Each role includes those before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// Read everything but tokens.

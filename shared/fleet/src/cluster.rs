@@ -15,7 +15,7 @@ pub enum SettingsError {
 }
 
 /// The body of `PUT /fleet/settings`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClusterSettings {
     /// What people call this cluster; shown in `GET /fleet/cluster`.

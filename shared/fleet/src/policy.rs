@@ -64,7 +64,7 @@ named! {
 }
 
 /// Retry settings of a document.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
 pub struct RetryPolicy {
@@ -87,7 +87,7 @@ pub struct RetryPolicy {
 }
 
 /// Circuit breaker settings of a document.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
 pub struct BreakerPolicy {
@@ -104,7 +104,7 @@ pub struct BreakerPolicy {
 }
 
 /// Active probe settings of a document.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
 pub struct HealthPolicy {
@@ -127,7 +127,7 @@ pub struct HealthPolicy {
 }
 
 /// Registration job settings of a document.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs)]
 pub struct RegistrationPolicy {
@@ -140,7 +140,7 @@ pub struct RegistrationPolicy {
 }
 
 /// A policy document: the body of `PUT /fleet/policies/{default|model}`. Unknown keys are refused.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyDocument {
     /// Policy of both legs and of regular workers.

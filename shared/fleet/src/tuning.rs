@@ -50,7 +50,7 @@ named! {
 macro_rules! block {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)+ }) => {
         $(#[$meta])*
-        #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+        #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
         #[serde(default, deny_unknown_fields)]
         pub struct $name {
             $($(#[$field_meta])* #[serde(skip_serializing_if = "Option::is_none")] pub $field: Option<$kind>,)+

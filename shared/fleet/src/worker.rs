@@ -18,7 +18,7 @@ use crate::access::Secret;
 use crate::url::{UrlError, WorkerUrl};
 
 /// Identity of a worker: a UUIDv7, stable for one URL.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(transparent)]
 pub struct WorkerId(pub Uuid);
 
@@ -39,7 +39,7 @@ impl FromStr for WorkerId {
 macro_rules! named {
     ($(#[$meta:meta])* $name:ident { $($(#[$variant_meta:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
         $(#[$meta])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
         pub enum $name {
             $($(#[$variant_meta])* #[serde(rename = $text)] $variant,)+
         }
@@ -183,7 +183,7 @@ named! {
 }
 
 /// A model a worker serves.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 pub struct ModelCard {
     /// The canonical id.
     pub id: String,
@@ -202,7 +202,7 @@ pub struct ModelCard {
 }
 
 /// Per-worker override of the health settings.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct HealthOverride {
@@ -238,7 +238,7 @@ impl HealthOverride {
 }
 
 /// Per-worker override of retries and the circuit breaker.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct ResilienceOverride {
@@ -300,7 +300,7 @@ fn default_connection_attempts() -> u32 {
 }
 
 /// What an operator registers: the body of `POST /workers`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 pub struct WorkerSpec {
     /// Base URL; normalised by [`crate::validate::worker_spec`].
     pub url: String,
@@ -392,7 +392,7 @@ impl WorkerSpec {
 }
 
 /// The body of `PATCH /workers/{id}`. Labels merge; absent fields stay.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct WorkerPatch {

@@ -139,9 +139,10 @@ pub(super) async fn parts_only(request: Request, next: Next) -> Response {
 }
 
 /// The challenge of a 401 (RFC 6750 section 3).
-pub(super) fn challenge(denied: Denied) -> HeaderValue {
-    HeaderValue::from_static(match denied {
-        Denied::Missing => "Bearer realm=\"control-plane\"",
-        Denied::Unknown | Denied::Role { .. } => "Bearer realm=\"control-plane\", error=\"invalid_token\"",
-    })
+pub(super) fn challenge(denied: Denied) -> Option<HeaderValue> {
+    match denied {
+        Denied::Missing => Some(HeaderValue::from_static("Bearer realm=\"control-plane\"")),
+        Denied::Unknown => Some(HeaderValue::from_static("Bearer realm=\"control-plane\", error=\"invalid_token\"")),
+        Denied::Role { .. } => None,
+    }
 }

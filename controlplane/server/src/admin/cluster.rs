@@ -7,6 +7,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::request::Parts;
 use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::json;
 use smg_state::NodeId;
@@ -22,9 +23,9 @@ pub(super) async fn show(State(admin): State<Admin>, parts: Parts) -> Result<Res
 }
 
 /// The body of a join or a removal.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Members {
+pub(super) struct Members {
     node_ids: Vec<NodeId>,
     /// Whether the number of voters may become even.
     #[serde(default)]
@@ -32,9 +33,9 @@ struct Members {
 }
 
 /// The body of a replacement.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct Replacement {
+pub(super) struct Replacement {
     node_id: NodeId,
     /// Absent = the only one that can.
     #[serde(default)]

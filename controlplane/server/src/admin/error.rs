@@ -202,8 +202,10 @@ impl IntoResponse for ApiError {
         let body = json!({"error": self.to_string(), "code": code});
         let mut response = (status, Json(&body)).into_response();
         response.extensions_mut().insert(Problem { body, fate: self.fate() });
-        if let Self::Denied(denied @ (Denied::Missing | Denied::Unknown)) = self {
-            response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge(denied));
+        if let Self::Denied(denied) = self
+            && let Some(challenge) = challenge(denied)
+        {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
         }
         response
     }

@@ -8,6 +8,7 @@
 //! * `Idempotency-Key: <uuid>` makes a repeated write the same write: it is answered again and not applied again.
 //! * `?dry_run=true` rehearses a write: 200 with `{"dry_run": true, "revision", "result"}`, and nothing is changed.
 //! * `?watch=true` on a list answers with a line of JSON per change ([`watches`]).
+//! * [`operations`] is the one list of them all: the router is built from it, and so is `docs/reference/openapi.json`.
 //! * [`access`] decides who may ask; changes carry the name of the token that asked.
 //! * Errors are `{"error": "<message>", "code": "<CODE>"}`, of changes with `outcome`; [`error`] is the one place that knows them.
 
@@ -15,7 +16,6 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use smg_fleet::Revision;
@@ -27,12 +27,17 @@ mod cluster;
 pub mod error;
 mod fleet;
 mod intake;
+mod operations;
 #[cfg(test)]
 mod operations_test;
 mod pairing;
 mod policies;
+pub(crate) mod rpc;
+#[cfg(test)]
+mod rpc_test;
 pub(crate) mod service;
 mod settings;
+mod shapes;
 #[cfg(test)]
 mod tests;
 mod tokens;
@@ -55,30 +60,12 @@ struct Admin {
 /// The routes of the admin API.
 pub(crate) fn router(service: Service, max_body_bytes: usize) -> Router {
     let admin = Admin { service, max_body_bytes };
-    Router::new()
-        .route("/workers", get(workers::list).post(workers::create))
-        .route("/workers/{id}", get(workers::show).put(workers::replace).patch(workers::patch).delete(workers::remove))
-        .route("/fleet/workers/{id}/intent", get(workers::show_intent).put(workers::put_intent))
-        .route("/fleet/policies", get(policies::list))
-        .route("/fleet/policies/{*model}", get(policies::show).put(policies::put).delete(policies::delete))
-        .route("/fleet/pairing", get(pairing::show))
-        .route("/fleet/pairing/explain", post(pairing::explain))
-        .route("/fleet/settings", get(settings::show).put(settings::put))
-        .route("/fleet/tokens", get(tokens::list).post(tokens::create))
-        .route("/fleet/tokens/{id}", get(tokens::show).delete(tokens::revoke))
-        .route("/fleet/whoami", get(tokens::whoami))
-        .route("/fleet/gateways", get(fleet::gateways))
-        .route("/fleet/audit", get(audit::list))
-        .route("/fleet/backup", get(backups::show))
-        .route("/fleet/cluster", get(cluster::show))
-        .route("/fleet/cluster/join", post(cluster::join))
-        .route("/fleet/cluster/remove", post(cluster::remove))
-        .route("/fleet/cluster/replace", post(cluster::replace))
+    operations::router(false)
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(admin.clone(), access::authenticate))
         // A number that tells nothing about the fleet: gateways ask for it on behalf of clients, who are nobody here.
-        .merge(Router::new().route("/fleet/revision", get(fleet::revision)).layer(from_fn(access::parts_only)))
+        .merge(operations::router(true).layer(from_fn(access::parts_only)))
         .layer(from_fn(error::with_fate))
         .layer(from_fn_with_state(admin.clone(), with_revision))
         .with_state(admin)

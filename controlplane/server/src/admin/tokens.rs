@@ -8,6 +8,7 @@ use axum::extract::State;
 use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use smg_fleet::{AdminToken, Role};
@@ -20,9 +21,9 @@ use super::service::watch::Followed;
 use super::{Admin, at_revision, changed, intake, tagged, watches};
 
 /// The body of `POST /fleet/tokens`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct NewToken {
+pub(super) struct NewToken {
     name: String,
     role: Role,
 }

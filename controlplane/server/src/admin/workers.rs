@@ -9,6 +9,7 @@ use axum::extract::State;
 use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use smg_fleet::info::{worker_info, worker_list};
@@ -104,9 +105,9 @@ fn queued(id: WorkerId, change: &Change, message: &str) -> Response {
 }
 
 /// The body of `PUT /fleet/workers/{id}/intent`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct NewIntent {
+pub(super) struct NewIntent {
     intent: Intent,
 }
 

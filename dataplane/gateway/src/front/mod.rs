@@ -164,6 +164,7 @@ fn administration(front: &Front) -> Router<Front> {
         .route("/fleet/tokens", any(admin::forward))
         .route("/fleet/tokens/{id}", any(admin::forward))
         .route("/fleet/whoami", any(admin::forward))
+        .route("/fleet/openapi.json", any(admin::forward))
 }
 
 async fn unknown_url(request: Request) -> Response<Body> {

@@ -16,7 +16,7 @@ const UNREACHABLE_MS: u64 = 3_000;
 const LAGGING: u64 = 100;
 
 /// The members as the leader sees them, and the state of the member that answers.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, schemars::JsonSchema)]
 pub(crate) struct Cluster {
     /// `leader` or `follower`, of the member that answers.
     pub role: &'static str,
@@ -57,7 +57,7 @@ pub(crate) struct Cluster {
 }
 
 /// One member.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, schemars::JsonSchema)]
 pub(crate) struct ClusterMember {
     /// Its number.
     pub node_id: NodeId,
@@ -90,9 +90,10 @@ impl ClusterMember {
             false => "learner",
         };
         let lag = member.matched_index.map(|matched| seen.last_log_index.saturating_sub(matched));
+        // Of a Raft log only the leader knows; where members ask each other, whoever did.
+        let knows = seen.leader == Some(seen.node_id) || seen.members.iter().any(|member| member.heard_ms.is_some());
         let health = match (member.heard_ms, lag) {
-            // Only the leader knows.
-            _ if seen.leader != Some(seen.node_id) => "unknown",
+            _ if !knows => "unknown",
             (Some(heard), Some(lag)) if heard < UNREACHABLE_MS && lag <= LAGGING => "ok",
             (Some(heard), _) if heard < UNREACHABLE_MS => "lagging",
             _ => "unreachable",

@@ -10,7 +10,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak fuzz sdk prometheus bench e2e-vllm lint deny
+.PHONY: help demo test test-etcd soak fuzz sdk prometheus bench e2e-vllm lint deny
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,15 @@ ifdef NEXTEST
 	$(CARGO) nextest run --workspace --locked --no-fail-fast
 else
 	$(CARGO) test --workspace --locked --no-fail-fast
+endif
+
+# The same binaries as far as possible: only what depends on the feature is built again.
+ETCD := -p smg -p smg-store --features smg/etcd --locked --no-fail-fast --lib --bin smg --test etcd
+test-etcd: ## Run the tests of the store on etcd (needs etcd: Debian's etcd-server)
+ifdef NEXTEST
+	$(CARGO) nextest run $(ETCD) -E 'test(etcd) | binary(etcd)'
+else
+	$(CARGO) test $(ETCD) etcd
 endif
 
 soak: ## Run every test in its long variant, then the fuzz targets; rewrites docs/reports/chaos.md and fuzz.md

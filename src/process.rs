@@ -44,6 +44,10 @@ pub enum RunError {
     /// Its data directory cannot be used.
     #[error("{0}")]
     Data(#[from] smg_store::raft::OpenError),
+    /// Its data in etcd cannot be used, or etcd does not answer.
+    #[cfg(feature = "etcd")]
+    #[error("{0}")]
+    Etcd(#[from] smg_store::etcd::EtcdError),
     /// It was removed from the cluster.
     #[error("this member was removed from the cluster for good: its data directory is of no more use")]
     Retired,
@@ -63,6 +67,10 @@ impl RunError {
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Start(_) => ExitCode::FAILURE,
+            #[cfg(feature = "etcd")]
+            Self::Etcd(smg_store::etcd::EtcdError::Start(_)) => ExitCode::FAILURE,
+            #[cfg(feature = "etcd")]
+            Self::Etcd(_) => ExitCode::from(73),
             Self::Data(_) => ExitCode::from(73),
             Self::StoreFailed(_) => ExitCode::from(74),
             Self::Retired => ExitCode::from(77),

@@ -2,7 +2,7 @@
 use prost::Message;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let ours = ["proto/sync.proto", "proto/raft.proto", "proto/admin.proto"];
+    let ours = ["proto/sync.proto", "proto/raft.proto", "proto/admin.proto", "proto/etcd.proto"];
     let messages = "../messages/proto";
     let engines = ["sglang", "vllm", "tokenspeed"].map(|engine| format!("{messages}/engines/{engine}.proto"));
     let files = ours.into_iter().chain(engines.iter().map(String::as_str));

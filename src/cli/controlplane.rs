@@ -19,7 +19,7 @@ use super::values;
 enum StoreName {
     /// The members themselves.
     Raft,
-    /// An etcd cluster. Absent.
+    /// An etcd cluster.
     Etcd,
 }
 
@@ -30,16 +30,16 @@ const fn any_address(port: u16) -> SocketAddr {
 /// The flags of `smg controlplane` as written.
 #[derive(Debug, Clone, Args)]
 pub(super) struct ControlPlaneFlags {
-    /// Directory of the durable fleet state
+    /// Directory of the durable fleet state; none with --store etcd
     #[arg(long, value_name = "DIR")]
-    data_dir: PathBuf,
+    data_dir: Option<PathBuf>,
     /// Address of the admin API and of the gateways' sync service; port 0 takes a free one
     #[arg(long, value_name = "IP:PORT", default_value_t = any_address(7400))]
     listen: SocketAddr,
     /// Address for the other members; port 0 takes a free one
     #[arg(long, value_name = "IP:PORT", default_value_t = any_address(7401))]
     peer_listen: SocketAddr,
-    /// Found a new fleet if the directory is empty
+    /// Found a new fleet if the directory, or etcd below the prefix, is empty
     #[arg(long, conflicts_with = "join")]
     bootstrap: bool,
     /// Join the fleet of these members if the directory is empty: their --peer-listen addresses; port 7401 where none is given
@@ -54,12 +54,11 @@ pub(super) struct ControlPlaneFlags {
     /// Time without a sign of life in which nobody stands against the leader, in milliseconds; an election begins 1.5 to 2 times as late
     #[arg(long, value_name = "MILLIS", default_value_t = 1_000, value_parser = clap::value_parser!(u64).range(50..=60_000))]
     election_timeout_ms: u64,
-    /// What keeps the fleet state; etcd is not available in this version
+    /// What keeps the fleet state: the members themselves, or an etcd cluster (in builds with the feature etcd)
     #[arg(long, value_enum, default_value = "raft")]
     store: StoreName,
-    /// Members of the etcd cluster; not available in this version
-    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL,…")]
-    etcd_endpoints: Vec<String>,
+    #[command(flatten)]
+    etcd: EtcdFlags,
     #[command(flatten)]
     part_tls: PartTlsFlags,
     #[command(flatten)]
@@ -70,13 +69,87 @@ pub(super) struct ControlPlaneFlags {
     process: ProcessArgs,
 }
 
+/// Which etcd cluster.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "etcd")]
+struct EtcdFlags {
+    /// Members of the etcd cluster
+    #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL,…")]
+    etcd_endpoints: Vec<String>,
+    /// What the keys of this fleet begin with
+    #[arg(long, value_name = "PREFIX", default_value = "/smg")]
+    etcd_prefix: String,
+    /// Root of the certificates of etcd besides those of the system; PEM
+    #[arg(long, value_name = "FILE")]
+    etcd_ca_path: Option<PathBuf>,
+    /// Certificate to present to etcd; PEM
+    #[arg(long, value_name = "FILE", requires = "etcd_key_path")]
+    etcd_cert_path: Option<PathBuf>,
+    /// Key of that certificate; PEM
+    #[arg(long, value_name = "FILE", requires = "etcd_cert_path")]
+    etcd_key_path: Option<PathBuf>,
+    /// Leave the compaction of etcd's history to others: it is that of all users of the etcd cluster
+    #[arg(long)]
+    etcd_no_compaction: bool,
+}
+
+impl EtcdFlags {
+    fn resolve(self) -> Result<EtcdArgs, CliError> {
+        if self.etcd_endpoints.is_empty() {
+            return Err(CliError::conflict("--store etcd", "needs --etcd-endpoints"));
+        }
+        let wrong = self.etcd_endpoints.iter().find(|url| !url.starts_with("http://") && !url.starts_with("https://"));
+        if let Some(wrong) = wrong {
+            return Err(CliError::conflict(
+                "--etcd-endpoints",
+                format!("{wrong}: http://HOST:PORT or https://HOST:PORT"),
+            ));
+        }
+        Ok(EtcdArgs {
+            endpoints: self.etcd_endpoints,
+            prefix: self.etcd_prefix,
+            tls: ClientFiles {
+                roots: self.etcd_ca_path.into_iter().collect(),
+                identity: self.etcd_cert_path.zip(self.etcd_key_path),
+            },
+            compact: !self.etcd_no_compaction,
+        })
+    }
+}
+
+/// What keeps the fleet state.
+#[derive(Debug, Clone)]
+pub enum StoreArgs {
+    /// The members themselves, each in a directory.
+    Raft {
+        /// Directory of the durable fleet state.
+        data_dir: PathBuf,
+    },
+    /// An etcd cluster.
+    Etcd(EtcdArgs),
+}
+
+/// Which etcd cluster. Never made where it was not built in.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "etcd"), allow(dead_code))]
+pub struct EtcdArgs {
+    /// Its members.
+    pub endpoints: Vec<String>,
+    /// What the keys of this fleet begin with.
+    pub prefix: String,
+    /// TLS towards `https://` endpoints.
+    pub tls: ClientFiles,
+    /// Whether etcd is told to forget old revisions.
+    pub compact: bool,
+}
+
 /// A checked `smg controlplane`.
 #[derive(Debug, Clone)]
 pub struct ControlPlaneArgs {
     /// Metrics, logs, threads, shutdown.
     pub process: ProcessArgs,
-    /// Directory of the durable fleet state.
-    pub data_dir: PathBuf,
+    /// What keeps the fleet state.
+    pub store: StoreArgs,
     /// Address of the admin API and of the sync service.
     pub listen: SocketAddr,
     /// Address for the other members.
@@ -105,10 +178,24 @@ impl ControlPlaneFlags {
     /// Checks the flags against each other.
     pub(super) fn resolve(self, tokens: Option<String>) -> Result<ControlPlaneArgs, CliError> {
         self.process.check()?;
-        if self.store == StoreName::Etcd || !self.etcd_endpoints.is_empty() {
-            let reason = "etcd is not available in this version; the members keep the state themselves (--store raft)";
-            return Err(CliError::refused("--store etcd", reason));
-        }
+        let store = match (self.store, self.data_dir) {
+            (StoreName::Etcd, _) if !cfg!(feature = "etcd") => {
+                let reason = "this smg was built without etcd: take one built with `--features etcd`, or let the members \
+                              keep the state themselves (--store raft)";
+                return Err(CliError::refused("--store etcd", reason));
+            }
+            (StoreName::Etcd, _) if !self.join.is_empty() => {
+                return Err(CliError::conflict("--join", "with --store etcd, members find each other in etcd"));
+            }
+            (StoreName::Etcd, _) => StoreArgs::Etcd(self.etcd.resolve()?),
+            (StoreName::Raft, _) if !self.etcd.etcd_endpoints.is_empty() => {
+                return Err(CliError::conflict("--etcd-endpoints", "needs --store etcd"));
+            }
+            (StoreName::Raft, Some(data_dir)) => StoreArgs::Raft { data_dir },
+            (StoreName::Raft, None) => {
+                return Err(CliError::conflict("--data-dir", "names the directory of the fleet state, and is needed"));
+            }
+        };
         if self.election_timeout_ms < 3 * self.heartbeat_interval_ms {
             let reason = "must be at least three times --heartbeat-interval-ms, or one lost message is an election";
             return Err(CliError::conflict("--election-timeout-ms", reason));
@@ -123,7 +210,7 @@ impl ControlPlaneFlags {
             worker_tls: self.worker_tls.resolve()?,
             tokens: self.tokens.resolve(tokens)?,
             process: self.process,
-            data_dir: self.data_dir,
+            store,
             listen: self.listen,
             peer_listen: self.peer_listen,
             bootstrap: self.bootstrap,

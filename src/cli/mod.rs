@@ -42,7 +42,9 @@ use clap::{Args as _, FromArgMatches as _};
 
 pub use access::{BOOTSTRAP, TokenArgs};
 pub use cluster::{CaVerb, ClusterArgs, ClusterVerb};
-pub use controlplane::ControlPlaneArgs;
+#[cfg(feature = "etcd")]
+pub use controlplane::EtcdArgs;
+pub use controlplane::{ControlPlaneArgs, StoreArgs};
 pub use error::{CliError, EXIT_USAGE};
 pub use gateway::GatewayArgs;
 pub use launch::LaunchArgs;

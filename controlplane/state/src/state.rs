@@ -8,6 +8,7 @@ use smg_fleet::{AdminToken, ClusterSettings, PolicyRecord, Revision, Snapshot, W
 use uuid::Uuid;
 
 use crate::audit::AuditTrail;
+use crate::command::{CommandId, Outcome};
 use crate::members::{Member, NodeId};
 use crate::memory::CommandMemory;
 
@@ -41,6 +42,11 @@ impl State {
     /// Which history of the cluster; nil until named.
     pub fn history_id(&self) -> Uuid {
         self.history_id
+    }
+
+    /// What came of a command that is still remembered.
+    pub fn outcome(&self, id: CommandId) -> Option<&Outcome> {
+        self.memory.outcome(&id)
     }
 
     /// Counts the commands that changed something.

@@ -1,6 +1,7 @@
 //! Where the control plane's state lives: one replicated log of commands behind one small trait.
 //!
 //! * [`raft`]: the embedded log on openraft and redb; the only module that names either;
+//! * `etcd`: a log that an etcd cluster keeps, with the feature of that name;
 //! * [`memory`]: no log at all, for tests and for state that may die with its process.
 //!
 //! Invariants every store keeps
@@ -17,9 +18,17 @@ use smg_state::{Envelope, Outcome, State};
 use thiserror::Error;
 use tokio::sync::watch;
 
+mod call;
 pub mod cluster;
+#[cfg(feature = "etcd")]
+pub mod etcd;
+mod failure;
+mod frame;
 pub mod memory;
+mod published;
 pub mod raft;
+#[cfg(test)]
+mod suite;
 
 use cluster::{ChangeError, ClusterStatus, GatewayAnswer, GatewayReport, MemberChange, Refusal};
 use smg_state::NodeId;

@@ -19,6 +19,11 @@ pub mod raft {
     tonic::include_proto!("smg.raft.v1");
 }
 
+/// What the store uses of etcd.
+pub mod etcd {
+    tonic::include_proto!("etcdserverpb");
+}
+
 /// The services of engines, with their messages.
 pub mod engines {
     /// What all engines share.

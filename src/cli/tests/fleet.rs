@@ -142,8 +142,7 @@ fn a_control_plane_names_its_listeners_and_refuses_what_does_not_exist_yet() {
     let hasty = "smg controlplane --data-dir d --insecure --bootstrap --election-timeout-ms 500";
     assert_eq!(refusal(hasty).0, "--election-timeout-ms");
     syntax_error("smg controlplane --data-dir d --insecure --bootstrap --advertise host:1");
-    assert_eq!(refusal("smg controlplane --data-dir d --insecure --store etcd").0, "--store etcd");
-    syntax_error("smg controlplane --insecure");
+    assert_eq!(refusal("smg controlplane --insecure").0, "--data-dir");
     let Ok(Invocation::Cluster(asked)) = parse_line("smg cluster replace 3 --with 4 --controlplane a,b:1 -o json")
     else {
         panic!("smg cluster")
@@ -154,6 +153,30 @@ fn a_control_plane_names_its_listeners_and_refuses_what_does_not_exist_yet() {
         syntax_error(line);
     }
     syntax_error("smg controlplane --data-dir d --insecure --bootstrap --join a:7401");
+}
+
+#[test]
+fn etcd_keeps_the_state_where_it_was_built_in_and_is_refused_in_words_where_it_was_not() {
+    let line =
+        "smg controlplane --insecure --store etcd --etcd-endpoints http://a:2379,https://b:2379 --etcd-prefix /x";
+    if cfg!(feature = "etcd") {
+        let Ok(Invocation::ControlPlane(arguments)) = parse_line(line) else { panic!("{line}") };
+        let StoreArgs::Etcd(etcd) = arguments.store else { panic!("{:?}", arguments.store) };
+        assert_eq!(etcd.endpoints, ["http://a:2379", "https://b:2379"]);
+        assert_eq!((etcd.prefix.as_str(), etcd.compact), ("/x", true));
+        assert_eq!(refusal("smg controlplane --insecure --store etcd --etcd-endpoints a:1").0, "--etcd-endpoints");
+        assert_eq!(refusal(&format!("{line} --join a")).0, "--join");
+    } else {
+        let (flag, reason) = refusal(line);
+        assert_eq!(flag, "--store etcd");
+        assert!(reason.contains("this smg was built without etcd") && reason.contains("--features etcd"), "{reason}");
+    }
+    assert_eq!(refusal("smg controlplane --insecure --store etcd").0, "--store etcd");
+    assert_eq!(
+        refusal("smg controlplane --insecure --data-dir d --etcd-endpoints http://a:1").0,
+        "--etcd-endpoints",
+        "one of the two is a mistake"
+    );
 }
 
 #[test]

@@ -21,8 +21,8 @@ use smg_messages::disk as pb;
 use thiserror::Error;
 
 use super::convert;
-use super::frame::{frame, unframe};
 use super::types::{Entry, LogId};
+use crate::frame::{frame, unframe};
 
 pub(crate) const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");
 pub(crate) const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");

@@ -20,7 +20,7 @@ use thiserror::Error;
 use uuid::Uuid;
 
 use super::database::{self, DATA_VERSION, Recovered, Unusable};
-use super::frame::{frame, unframe};
+use crate::frame::{frame, unframe};
 
 const LOCK: &str = "LOCK";
 const LOG: &str = "raft.redb";

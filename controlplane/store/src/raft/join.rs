@@ -17,8 +17,9 @@ use uuid::Uuid;
 
 use super::dir::{self, OpenError};
 use super::identity::PROTOCOL;
-use super::links::{CallError, Way, classify};
+use super::links::{Way, classify};
 use super::options::{NodeIdentity, RaftOptions};
+use crate::call::CallError;
 
 /// For one member's answer, which waits for a commit.
 const TIMEOUT: Duration = Duration::from_secs(6);

@@ -18,11 +18,12 @@ use smg_services::raft::peer_client::PeerClient;
 use smg_state::NodeId;
 use tokio::sync::watch;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, ConnectError, Request, Status};
+use tonic::{Code, Request, Status};
 use uuid::Uuid;
 
 use super::identity::{Call, Refusal, refusal};
 use super::options::{NodeIdentity, RaftOptions};
+use crate::call::{CallError, describe};
 
 /// Largest message of a member, in bytes.
 pub(crate) const MAX_MESSAGE: usize = 32 << 20;
@@ -88,39 +89,6 @@ pub(crate) struct Link {
     retired: watch::Sender<bool>,
 }
 
-/// Why a call has no answer.
-#[derive(Debug, Clone)]
-pub(crate) enum CallError {
-    /// It cannot have arrived.
-    NotSent(String),
-    /// It was refused before anything was done.
-    Refused(String),
-    /// It may have arrived.
-    Lost(String),
-}
-
-impl CallError {
-    pub fn message(&self) -> &str {
-        match self {
-            Self::NotSent(message) | Self::Refused(message) | Self::Lost(message) => message,
-        }
-    }
-}
-
-/// An error with its causes.
-fn describe(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        let inner_text = inner.to_string();
-        if !text.contains(&inner_text) {
-            text = format!("{text}: {inner_text}");
-        }
-        cause = inner.source();
-    }
-    text
-}
-
 /// What an answer other than success means for the caller.
 pub(crate) fn classify(status: &Status) -> CallError {
     // Denied = the certificate does not open the members' service; no member says so of anything it has looked at.
@@ -130,18 +98,7 @@ pub(crate) fn classify(status: &Status) -> CallError {
     if is_refusal(status) {
         return CallError::Refused(describe(status.source().unwrap_or(status)));
     }
-    let mut cause: Option<&(dyn Error + 'static)> = status.source();
-    while let Some(error) = cause {
-        if error.is::<ConnectError>() {
-            return CallError::NotSent(describe(error));
-        }
-        cause = error.source();
-    }
-    // What the transport says of itself is no more than that it failed.
-    CallError::Lost(match status.source() {
-        Some(cause) => describe(cause),
-        None => status.message().to_owned(),
-    })
+    CallError::of_transport(status)
 }
 
 impl Links {

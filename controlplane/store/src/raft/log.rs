@@ -17,10 +17,10 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::convert;
 use super::database::{self, LAST_PURGED, LOG, META, Recovered, Unusable, VOTE};
-use super::failure::Failure;
-use super::frame::frame;
 use super::types::{Entry, LogId, TypeConfig, Vote};
 use super::writer::{Counters, Done, Framed, Job, Write};
+use crate::failure::Failure;
+use crate::frame::frame;
 
 /// What the log's readers and its writer share.
 #[derive(Debug)]

@@ -7,39 +7,18 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
 use futures::{Stream, TryStreamExt};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine, Snapshot};
 use openraft::{EntryPayload, OptionalSend};
-use smg_fleet::Revision;
 use smg_state::{Envelope, Outcome, State};
-use tokio::sync::watch;
 
-use super::failure::Failure;
 use super::snapshot::{Snapshots, StateSnapshot};
 use super::types::{LogId, SnapshotMeta, StoredMembership, TypeConfig};
+use crate::failure::Failure;
+use crate::published::Published;
 
 /// Most entries between two publications, which bounds how long the first of a batch waits for its outcome.
 const PUBLISH_EVERY: usize = 256;
-
-/// The applied state, for readers.
-#[derive(Debug)]
-pub(crate) struct Published {
-    pub state: ArcSwap<State>,
-    pub revision: watch::Sender<Revision>,
-}
-
-impl Published {
-    fn new(state: Arc<State>) -> Self {
-        Self { revision: watch::Sender::new(state.revision()), state: ArcSwap::new(state) }
-    }
-
-    fn publish(&self, state: Arc<State>) {
-        let revision = state.revision();
-        self.state.store(state);
-        self.revision.send_if_modified(|known| std::mem::replace(known, revision) != revision);
-    }
-}
 
 /// The state with its place in the log.
 #[derive(Debug)]

@@ -16,12 +16,12 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use uuid::Uuid;
 
 use super::RaftStore;
-use super::links::CallError;
 use super::peer::{change_to_pb, refusal_from_pb};
 use super::plan::{Step, View};
 use super::propose::{DEADLINE, Local};
 use super::types::TypeConfig;
 use crate::StoreError;
+use crate::call::CallError;
 use crate::cluster::{ChangeError, MemberChange, Refusal};
 
 /// Between two looks at the membership.

@@ -3,7 +3,7 @@
 //! Problem: an acknowledged write must survive a crash at any instruction, a full disk and a damaged sector, or the damage must be noticed.
 //!
 //! How the parts share the work: [`dir`] says who may use a directory, [`database`] verifies the log's file, [`writer`] alone writes it,
-//! [`log`] shows it to openraft, [`snapshot`] keeps the state as files, [`machine`] applies commands and publishes the state, [`failure`]
+//! [`log`] shows it to openraft, [`snapshot`] keeps the state as files, [`machine`] applies commands and publishes the state, [`crate::failure`]
 //! stops everything after the first storage error.
 //!
 //! Between members: [`identity`] says whose calls count, [`links`] keeps the connections, [`network`] sends what openraft says and [`peer`]
@@ -35,13 +35,13 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::cluster::{ChangeError, ClusterStatus, GatewayAnswer, GatewayReport, MemberChange};
+use crate::failure::Failure;
+use crate::published::Published;
 use crate::{ClusterStore, Leadership, StoreError};
 
 mod convert;
 mod database;
 mod dir;
-mod failure;
-mod frame;
 mod identity;
 mod join;
 mod links;
@@ -70,12 +70,11 @@ pub use peer::PeerService;
 pub use restore::restore;
 pub use writer::StoreStats;
 
-use failure::Failure;
 use identity::Refused;
 use join::Addresses;
 use links::{Links, Way};
 use log::{LogStore, Shared};
-use machine::{Machine, Published};
+use machine::Machine;
 use options::MAX_IN_FLIGHT;
 use snapshot::Snapshots;
 use types::{Peer, StoredMembership, TypeConfig};

@@ -21,10 +21,11 @@ use smg_services::raft as pb;
 use smg_state::{NodeId, State};
 
 use super::convert;
-use super::links::{CallError, Link, Links};
+use super::links::{Link, Links};
 use super::parts;
 use super::snapshot;
 use super::types::{LogId, Peer, TypeConfig, Vote};
+use crate::call::CallError;
 
 /// Most bytes of entries in one call; at least one entry is always sent.
 const BATCH_BYTES: usize = 4 << 20;

@@ -16,8 +16,9 @@ use smg_state::{Envelope, NodeId, Outcome, codec};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::RaftStore;
-use super::links::{CallError, Link};
+use super::links::Link;
 use crate::StoreError;
+use crate::call::CallError;
 
 /// How long a write or a barrier may take. Shorter than callers wait, so that they learn what is known.
 pub(crate) const DEADLINE: Duration = Duration::from_millis(4_500);

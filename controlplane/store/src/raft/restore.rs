@@ -19,10 +19,10 @@ use uuid::Uuid;
 use super::convert;
 use super::database::{COMMITTED, LAST_PURGED, VOTE};
 use super::dir::{self, OpenError};
-use super::frame::frame;
 use super::options::NodeIdentity;
 use super::snapshot;
 use super::types::{LogId, Membership, Peer, SnapshotMeta, StoredMembership};
+use crate::frame::frame;
 
 /// The term in which the restored state counts as written. The first election is in a later one.
 const TERM: u64 = 1;

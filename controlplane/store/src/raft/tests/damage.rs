@@ -5,8 +5,8 @@ use std::fs;
 use redb::ReadableTable;
 
 use super::*;
+use crate::frame::frame;
 use crate::raft::database::{LOG, META};
-use crate::raft::frame::frame;
 
 /// A stopped store with a few writes.
 async fn stopped() -> TempDir {

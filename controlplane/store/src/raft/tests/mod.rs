@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use smg_fleet::{Health, Intent, Origin, PolicyDocument, WorkerId, WorkerSpec, WorkerType};
+use smg_fleet::{PolicyDocument, WorkerSpec, WorkerType};
 use smg_messages::disk as pb;
 use tempfile::TempDir;
 
 use super::*;
+use crate::suite::{create, envelope};
 
 mod cluster;
 mod conformance;
@@ -19,22 +20,6 @@ mod reopening;
 mod restoring;
 mod snapshots;
 mod storage_errors;
-
-fn envelope(command: Command) -> Envelope {
-    Envelope {
-        command_id: Uuid::new_v4(),
-        actor: "test".into(),
-        proposed_at_unix_ms: 1_000,
-        expected_revision: None,
-        command,
-    }
-}
-
-/// A command that creates the worker of a URL.
-fn create(url: &str) -> Envelope {
-    let spec = Box::new(WorkerSpec::new(url, WorkerType::Prefill));
-    envelope(Command::CreateWorker { id: WorkerId(Uuid::now_v7()), spec, origin: Origin::Api })
-}
 
 /// A command that always changes the state and never makes it larger than `n` documents.
 fn put_policy(n: u64) -> Envelope {

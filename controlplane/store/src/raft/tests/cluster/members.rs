@@ -29,7 +29,7 @@ async fn members_join_follow_and_become_voters_when_their_number_is_odd() {
     assert_eq!(second.local().cluster_id(), founder.identity().cluster_id);
     assert_eq!(second.identity().node_id, 2);
     // A follower that is no voter takes writes too.
-    acknowledged(&second, create("http://w:1")).await;
+    acknowledged(&*second, create("http://w:1")).await;
     assert_eq!(voter_ids(&founder), [1], "two voters survive less than one");
 
     cluster.start(2).await;
@@ -54,7 +54,7 @@ async fn members_join_follow_and_become_voters_when_their_number_is_odd() {
     options.join = Vec::new();
     cluster.start_with(2, options).await;
     assert_eq!(cluster.store(2).identity(), before);
-    acknowledged(cluster.store(2), create("http://w:2")).await;
+    acknowledged(&**cluster.store(2), create("http://w:2")).await;
     cluster.stop().await;
 }
 
@@ -65,7 +65,7 @@ async fn a_member_that_lost_its_disk_comes_back_as_a_new_one_and_takes_the_place
     // One that joined: it can ask the founder for a place.
     let lost = (1..3).find(|n| *n != leader).unwrap();
     let old = cluster.store(lost).identity().node_id;
-    acknowledged(cluster.store(leader), create("http://w:1")).await;
+    acknowledged(&**cluster.store(leader), create("http://w:1")).await;
     cluster.kill(lost).await;
     cluster.places[lost].directory = fast_directory();
 
@@ -101,7 +101,7 @@ async fn a_member_that_lost_its_disk_comes_back_as_a_new_one_and_takes_the_place
     cluster.until_voters(3).await;
     assert_eq!(member_ids(&store), expected);
     assert!(store.local().member(old).unwrap().retired);
-    acknowledged(cluster.store(lost), create("http://w:2")).await;
+    acknowledged(&**cluster.store(lost), create("http://w:2")).await;
     cluster.until_equal().await;
     cluster.stop().await;
 }
@@ -126,7 +126,7 @@ async fn a_removed_member_is_told_and_cannot_come_back() {
     cluster.start(gone).await;
     let mut retired = cluster.store(gone).retired();
     tokio::time::timeout(PATIENCE, retired.wait_for(|retired| *retired)).await.unwrap().unwrap();
-    acknowledged(&other, create("http://w:1")).await;
+    acknowledged(&*other, create("http://w:1")).await;
     assert_eq!(member_ids(&other).len(), 2);
     cluster.stop().await;
 }
@@ -143,7 +143,7 @@ async fn the_leader_can_be_removed_and_the_others_go_on() {
     eventually("the others are among themselves", || (member_ids(&other).len() == 2).then_some(())).await;
     let mut retired = cluster.store(leader).retired();
     tokio::time::timeout(PATIENCE, retired.wait_for(|retired| *retired)).await.unwrap().unwrap();
-    acknowledged(&other, create("http://w:1")).await;
+    acknowledged(&*other, create("http://w:1")).await;
     cluster.stop().await;
 }
 
@@ -161,7 +161,7 @@ async fn a_change_that_would_lose_the_quorum_is_refused_with_its_reason() {
     assert_eq!(refusal(store.change_members(remove).await), Refusal::QuorumAtRisk);
     let replace = MemberChange::Replace { old: dead_id, new: None };
     assert_eq!(refusal(store.change_members(replace).await), Refusal::NotCaughtUp);
-    acknowledged(&store, create("http://w:1")).await;
+    acknowledged(&*store, create("http://w:1")).await;
     cluster.stop().await;
 }
 
@@ -186,7 +186,7 @@ async fn a_member_that_moved_is_found_at_its_new_address() {
         (store.membership().get_node(&id)?.address == address).then_some(())
     })
     .await;
-    acknowledged(cluster.store(moved), create("http://w:1")).await;
+    acknowledged(&**cluster.store(moved), create("http://w:1")).await;
     cluster.until_equal().await;
     cluster.stop().await;
 }

@@ -12,25 +12,11 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::*;
 use crate::cluster::Refusal;
+use crate::suite::{PATIENCE, Site, acknowledged, eventually};
 
 mod members;
 mod partitions;
 mod replication;
-
-/// How long anything may take on a slow machine.
-const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Polls a condition until it yields a value.
-async fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(value) = condition() {
-            return value;
-        }
-        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-}
 
 type Cuts = Arc<Mutex<BTreeSet<(IpAddr, IpAddr)>>>;
 
@@ -231,13 +217,22 @@ impl Cluster {
     }
 }
 
-/// Proposes until the command is acknowledged, as a client that knows about unknown outcomes does.
-async fn acknowledged(store: &Arc<RaftStore>, envelope: Envelope) -> Outcome {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        match store.propose(envelope.clone()).await {
-            Ok(outcome) => return outcome,
-            Err(error) => assert!(Instant::now() < deadline, "{error}"),
-        }
+impl Site for Cluster {
+    async fn start(&mut self, n: usize) {
+        Cluster::start(self, n).await;
+    }
+
+    async fn kill(&mut self, n: usize) {
+        Cluster::kill(self, n).await;
+    }
+
+    fn store(&self, n: usize) -> Arc<dyn ClusterStore> {
+        Arc::clone(Cluster::store(self, n)) as Arc<dyn ClusterStore>
+    }
+
+    fn running(&self) -> Vec<usize> {
+        (0..self.places.len()).filter(|n| self.running[*n].is_some()).collect()
     }
 }
+
+crate::suite::store_suite!(Cluster::of(3, |_| {}));

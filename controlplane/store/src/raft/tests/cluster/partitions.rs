@@ -7,7 +7,7 @@ async fn a_leader_that_is_cut_off_acknowledges_nothing_and_follows_when_it_is_ba
     let cluster = Cluster::of(3, |_| {}).await;
     let old = cluster.leader().await;
     let (one, other) = ((old + 1) % 3, (old + 2) % 3);
-    acknowledged(cluster.store(old), create("http://before:1")).await;
+    acknowledged(&**cluster.store(old), create("http://before:1")).await;
 
     cluster.isolate(old, true);
     let cut = Instant::now();
@@ -15,7 +15,7 @@ async fn a_leader_that_is_cut_off_acknowledges_nothing_and_follows_when_it_is_ba
         let store = Arc::clone(cluster.store(old));
         tokio::spawn(async move { store.propose(create("http://lonely:1")).await })
     };
-    acknowledged(cluster.store(one), create("http://during:1")).await;
+    acknowledged(&**cluster.store(one), create("http://during:1")).await;
     println!("leader cut off -> next acknowledged write: {} ms", cut.elapsed().as_millis());
     let lonely = lonely.await.unwrap().unwrap_err();
     assert!(matches!(lonely, StoreError::Unknown(_) | StoreError::Unavailable(_)), "{lonely}");
@@ -27,7 +27,7 @@ async fn a_leader_that_is_cut_off_acknowledges_nothing_and_follows_when_it_is_ba
     let term = cluster.store(one).status_here().term;
 
     cluster.isolate(old, false);
-    acknowledged(cluster.store(old), create("http://after:1")).await;
+    acknowledged(&**cluster.store(old), create("http://after:1")).await;
     let state = cluster.until_equal().await;
     for url in ["http://before:1", "http://during:1", "http://after:1"] {
         assert!(state.worker_by_url(url).is_some(), "{url}");
@@ -45,7 +45,7 @@ async fn a_leader_that_reaches_others_but_hears_nothing_of_them_is_replaced() {
     for other in [(old + 1) % 3, (old + 2) % 3] {
         cluster.cut(other, old, true);
     }
-    acknowledged(cluster.store(old), create("http://one-way:1")).await;
+    acknowledged(&**cluster.store(old), create("http://one-way:1")).await;
     // Whoever must ask the leader cannot: what they say is "did not happen" or "unknown", never a lie.
     for other in [(old + 1) % 3, (old + 2) % 3] {
         match cluster.store(other).propose(create(&format!("http://from-{other}:1"))).await {
@@ -55,7 +55,7 @@ async fn a_leader_that_reaches_others_but_hears_nothing_of_them_is_replaced() {
         cluster.cut(other, old, false);
     }
     for other in [(old + 1) % 3, (old + 2) % 3] {
-        acknowledged(cluster.store(other), create(&format!("http://again-{other}:1"))).await;
+        acknowledged(&**cluster.store(other), create(&format!("http://again-{other}:1"))).await;
     }
     cluster.until_equal().await;
     cluster.stop().await;
@@ -87,7 +87,7 @@ async fn no_acknowledged_write_is_lost_while_leaders_come_and_go() {
         }
         let survivor = (leader + 1 + choices.below(2) as usize) % 3;
         let url = format!("http://survivor-{round}:1");
-        acknowledged(cluster.store(survivor), create(&url)).await;
+        acknowledged(&**cluster.store(survivor), create(&url)).await;
         acknowledged_urls.push(url);
         if isolated {
             cluster.isolate(leader, false);

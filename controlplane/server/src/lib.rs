@@ -35,6 +35,7 @@ mod inventory;
 pub mod jobs;
 pub mod probe;
 pub mod slots;
+mod standing;
 pub mod startup;
 pub mod sync;
 #[cfg(test)]
@@ -114,7 +115,7 @@ impl ControlPlane {
             slots,
         } = options;
         let access = Arc::new(access);
-        let writer = writer::Writer::new(store);
+        let writer = writer::Writer::new(store, Arc::clone(&metrics));
         let client = probe::client::ProbeClient::new(worker_tls.as_ref());
         let desk = slots::Desk::new(writer.clone(), Arc::clone(&metrics), slots);
         let (sync, publisher) = sync::SyncService::new(
@@ -143,6 +144,7 @@ impl ControlPlane {
             smg_net::spawn("prober", prober),
             smg_net::spawn("slot-ledger", slots),
             smg_net::spawn("startup-tokens", tokens),
+            smg_net::spawn("standing", standing::follow(Arc::clone(&store), Arc::clone(&metrics), shutdown.clone())),
             smg_net::spawn("inventory", inventory::follow(store, metrics, shutdown.clone())),
         ];
         let admin =

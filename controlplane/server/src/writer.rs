@@ -9,6 +9,7 @@ use std::time::Duration;
 use smg_fleet::Revision;
 use smg_state::{Command, CommandId, Envelope, Outcome, Rejection};
 use smg_store::{ClusterStore, StoreError};
+use smg_telemetry::Metrics;
 use thiserror::Error;
 use tokio::time::{Instant, sleep, timeout_at};
 use uuid::Uuid;
@@ -64,12 +65,13 @@ impl Write {
 #[derive(Clone)]
 pub struct Writer {
     store: Arc<dyn ClusterStore>,
+    metrics: Arc<Metrics>,
 }
 
 impl Writer {
     /// A writer to `store`.
-    pub fn new(store: Arc<dyn ClusterStore>) -> Self {
-        Self { store }
+    pub fn new(store: Arc<dyn ClusterStore>, metrics: Arc<Metrics>) -> Self {
+        Self { store, metrics }
     }
 
     /// The store, for reads.
@@ -82,9 +84,21 @@ impl Writer {
     /// # Errors
     /// [`WriteError::Rejected`] when the state refused it, [`WriteError::Store`] when the store did not answer within five seconds.
     pub async fn write(&self, write: Write) -> Result<Outcome, WriteError> {
-        let deadline = Instant::now() + DEADLINE;
-        let outcome = self.propose(write.envelope(), deadline).await?;
-        outcome.accepted().map_err(WriteError::Rejected)
+        let began = Instant::now();
+        let outcome = self.propose(write.envelope(), began + DEADLINE).await;
+        if outcome.is_ok() {
+            self.metrics.store_write_duration.observe(began.elapsed().as_secs_f64());
+        }
+        let outcome =
+            outcome.map_err(WriteError::Store).and_then(|outcome| outcome.accepted().map_err(WriteError::Rejected));
+        let became = match &outcome {
+            Ok(_) => "happened",
+            Err(WriteError::Rejected(_)) => "rejected",
+            Err(WriteError::Store(StoreError::Unknown(_))) => "unknown",
+            Err(WriteError::Store(_)) => "did_not_happen",
+        };
+        self.metrics.store_writes.with_label_values(&[became]).inc();
+        outcome
     }
 
     /// Waits until the local state holds every write that was acknowledged before the call.

@@ -85,6 +85,11 @@ pub trait ClusterStore: Send + Sync + 'static {
     /// What is known about the members: by the leader, or with `local` by this one.
     fn cluster(&self, local: bool) -> BoxFuture<'_, Result<ClusterStatus, StoreError>>;
 
+    /// Durable commits on this node's disk since the store was opened; 0 = its log is elsewhere.
+    fn commits(&self) -> u64 {
+        0
+    }
+
     /// Changes the members. Returns the voters after it.
     fn change_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
         let _ = change;

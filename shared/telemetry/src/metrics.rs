@@ -188,6 +188,14 @@ metrics! {
     tokio_event_loop_delay: Histogram("smg_tokio_event_loop_delay_seconds", "How late a timer of the runtime fires.", buckets = delays);
     tokio_event_loop_stalls: IntCounter("smg_tokio_event_loop_stalls_total", "Timers of the runtime that fired more than a tenth of a second late.");
     store_commits: IntCounter("smg_store_commits_total", "Durable commits of the store.");
+    store_writes: IntCounterVec("smg_store_writes_total", "Writes of this control plane node, by what became of them: happened, rejected, did_not_happen or unknown.", ["outcome"]);
+    store_write_duration: Histogram("smg_store_write_duration_seconds", "Time until a write of this control plane node was durable and applied.", buckets = durations);
+    store_leading: IntGauge("smg_store_leading", "1 = this control plane node leads, 0 = it does not.");
+    store_in_contact: IntGauge("smg_store_in_contact", "1 = this control plane node leads or hears the leader, 0 = what it has may be old.");
+    store_term: IntGauge("smg_store_term", "Term of the log, as this control plane node knows it.");
+    store_committed_index: IntGauge("smg_store_committed_index", "Last entry of the log that this control plane node knows to be committed.");
+    store_applied_index: IntGauge("smg_store_applied_index", "Last entry of the log in this control plane node's state.");
+    store_member_lag: IntGaugeVec("smg_store_member_lag_entries", "Entries of the log that a member does not have yet; shown by the node that leads.", ["member"]);
 }
 
 impl Metrics {

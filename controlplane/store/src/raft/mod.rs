@@ -458,6 +458,10 @@ impl ClusterStore for RaftStore {
         self.status_anywhere(local).boxed()
     }
 
+    fn commits(&self) -> u64 {
+        self.stats().commits
+    }
+
     fn change_members(&self, change: MemberChange) -> BoxFuture<'_, Result<Vec<NodeId>, ChangeError>> {
         self.change_anywhere(change, false).boxed()
     }

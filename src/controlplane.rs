@@ -55,6 +55,13 @@ struct Place<'a> {
 }
 
 impl Place<'_> {
+    /// How a listener serves other parts.
+    fn listener(&self, callers: Callers, name: &str) -> ServeOptions {
+        let tls = self.tls.clone().map(|tls| ListenerTls::Parts(tls, callers));
+        let observer = Some(process::count_refusals(&self.metrics, name));
+        ServeOptions { tls, observer, ..ServeOptions::default() }
+    }
+
     async fn run_raft(self, data_dir: &Path, signals: &mut Signals) -> Result<(), RunError> {
         let args = self.args;
         // Bound first: its port is part of the address that the other members are told.
@@ -69,7 +76,7 @@ impl Place<'_> {
             () = signals.next() => return Ok(()),
         };
         let peer_shutdown = Shutdown::default();
-        let peer_server = Server::new(listener(&self.tls, Callers::Certified), peer_shutdown.clone());
+        let peer_server = Server::new(self.listener(Callers::Certified, "peers"), peer_shutdown.clone());
         {
             let (server, service) = (peer_server.clone(), Guard::new(store.peer_service(), Part::ControlPlane));
             smg_net::spawn("peers", async move { server.listen(peers, service).await });
@@ -102,12 +109,6 @@ impl Place<'_> {
         store.shutdown().await;
         ended
     }
-}
-
-/// How a listener serves other parts.
-fn listener(tls: &Option<Arc<MutualTls>>, callers: Callers) -> ServeOptions {
-    let tls = tls.clone().map(|tls| ListenerTls::Parts(tls, callers));
-    ServeOptions { tls, ..ServeOptions::default() }
 }
 
 /// The host under which others reach an address of this member.
@@ -158,6 +159,7 @@ impl Place<'_> {
         mut retired: tokio::sync::watch::Receiver<bool>,
         signals: &mut Signals,
     ) -> Result<(), RunError> {
+        let options = self.listener(Callers::Anybody, "control_plane");
         let Self { args, tls, metrics, metrics_address } = self;
         let mut failure = store.failure();
         let mut end = async |signals: &mut Signals| {
@@ -187,7 +189,7 @@ impl Place<'_> {
         tracing::info!(target: SMG, address = %bound, tls = tls.is_some(), metrics = %metrics_address, "serving the control plane");
         let shutdown = Shutdown::default();
         // Operators may show a token instead of a certificate.
-        let server = Server::new(listener(&tls, Callers::Anybody), shutdown.clone());
+        let server = Server::new(options, shutdown.clone());
         let grace = Duration::from_secs(args.process.shutdown_grace_period_secs).min(Duration::from_secs(10));
         let ending = async {
             let ended = end(signals).await;

@@ -136,10 +136,12 @@ pub async fn serve(
 fn serve_options(edge: &EdgeArgs, tls: Option<Arc<ServerTls>>, metrics: &Arc<Metrics>) -> ServeOptions {
     let or_never = |secs: u64| (secs > 0).then(|| seconds(secs));
     let (open, timeouts) = (metrics.http_connections_active.clone(), metrics.http_connection_timeouts.clone());
+    let refused = metrics.tls_refused.with_label_values(&["edge"]);
     let observer = move |event| match event {
         ConnectionEvent::Opened => open.inc(),
         ConnectionEvent::Closed => open.dec(),
         ConnectionEvent::TimedOut(timeout) => timeouts.with_label_values(&[timeout.as_str()]).inc(),
+        ConnectionEvent::Refused => refused.inc(),
     };
     ServeOptions {
         patience: Patience {

@@ -66,7 +66,9 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
         let tls = args.tls_dir.as_ref().map(part).transpose()?;
         tracing::info!(target: SMG, address = %bound, tls = tls.is_some(), "serving the control plane");
         let tls = tls.map(|tls| ListenerTls::Parts(tls, Callers::Anybody));
-        let server = Server::new(ServeOptions { tls, ..ServeOptions::default() }, inner_shutdown.clone());
+        let observer = Some(process::count_refusals(&metrics, "control_plane"));
+        let options = ServeOptions { tls, observer, ..ServeOptions::default() };
+        let server = Server::new(options, inner_shutdown.clone());
         let (listening, router) = (server.clone(), control_plane.router());
         smg_net::spawn("control-plane", async move { listening.listen(listener, router).await });
         outer = Some(server);

@@ -19,7 +19,7 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use smg_controlplane::admin::access::AccessOptions;
 use smg_fleet::{Role, Secret, StartupToken, TokenHash};
-use smg_net::serve::{ServeOptions, Server, Shutdown, bind};
+use smg_net::serve::{ConnectionEvent, ConnectionObserver, ServeOptions, Server, Shutdown, bind};
 use smg_net::tls::{ClientConfig, ClientFiles};
 use smg_telemetry::logs::{self, LogOptions};
 use smg_telemetry::metrics::{CONTENT_TYPE, DURATION_BUCKETS};
@@ -105,6 +105,16 @@ pub fn metrics(args: &ProcessArgs) -> Result<Arc<Metrics>, RunError> {
     let buckets = &args.prometheus_duration_buckets;
     let bounds: &[f64] = if buckets.is_empty() { &DURATION_BUCKETS } else { buckets };
     Metrics::new(bounds).map(Arc::new).map_err(|error| RunError::start("metrics", error))
+}
+
+/// Counts connections to a listener on which TLS was not agreed on.
+pub fn count_refusals(metrics: &Metrics, listener: &str) -> ConnectionObserver {
+    let refused = metrics.tls_refused.with_label_values(&[listener]);
+    Arc::new(move |event| {
+        if event == ConnectionEvent::Refused {
+            refused.inc();
+        }
+    })
 }
 
 /// Serves `/metrics` on a port of its own, until the process ends.

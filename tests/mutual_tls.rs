@@ -457,6 +457,8 @@ async fn whoever_cannot_be_served_is_told_why_and_so_is_the_log() {
     until_logged(&late, "a certificate has expired").await;
     let plain = start_gateway(&address, &["--insecure"]).await;
     until_logged(&plain, "this port speaks TLS only").await;
+    let refused = member.metric("smg_tls_connections_refused_total", &[("listener", "control_plane")]).await;
+    assert!(refused >= 1.0, "{refused}");
     until_logged(&member, "no TLS connection with a caller").await;
 
     // A process with another part's certificate does not start.

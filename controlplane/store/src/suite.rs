@@ -268,6 +268,8 @@ pub(crate) async fn a_leader_that_steps_down_is_followed_by_another<S: Site>(sit
     let others: Vec<_> = (0..3).filter(|n| *n != old).map(|n| site.store(n)).collect();
     let leads = |store: &Arc<dyn ClusterStore>| *store.leadership().borrow() == Leadership::Leader;
     eventually("another one leads", || others.iter().any(leads).then_some(())).await;
+    let resigned = site.store(old);
+    eventually("and this one does not", || (!leads(&resigned)).then_some(())).await;
     acknowledged(&*others[0], create("http://w:1")).await;
     println!("leader stepped down -> next acknowledged write: {} ms", began.elapsed().as_millis());
     stop(site).await;

@@ -64,6 +64,8 @@ pub enum ConnectionEvent {
     Closed,
     /// One is being closed because its client broke a limit.
     TimedOut(Timeout),
+    /// One is being closed because TLS was not agreed on.
+    Refused,
 }
 
 /// Observes connections.
@@ -245,7 +247,7 @@ impl Server {
             };
             match handshake {
                 Ok(Some((stream, caller))) => server.drive(stream, caller, service).await,
-                Ok(None) => {}
+                Ok(None) => open.tell(ConnectionEvent::Refused),
                 Err(_) => open.tell(ConnectionEvent::TimedOut(Timeout::HeaderRead)),
             }
         });

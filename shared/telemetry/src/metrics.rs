@@ -177,6 +177,7 @@ metrics! {
     slot_sessions: IntGauge("smg_slot_sessions", "Gateways that report to this control plane node which decode slots they use.");
     sync_propagation: Histogram("smg_sync_propagation_seconds", "Commit to acknowledgement by a gateway.", buckets = durations);
     tls_certificate_not_after: IntGaugeVec("smg_tls_certificate_not_after_seconds", "When a certificate in use ends, in seconds since the Unix epoch: of this process as a part of the fleet, of the authority that ends last, of the client edge.", ["certificate"]);
+    tls_refused: IntCounterVec("smg_tls_connections_refused_total", "Connections that were closed because TLS was not agreed on, by listener: edge (clients), control_plane (operators and gateways) or peers (other members).", ["listener"]);
     registration_jobs: IntCounterVec("smg_registration_jobs_total", "Finished registration jobs.", ["job_type", "result"]);
     registration_jobs_active: IntGauge("smg_registration_jobs_active", "Registration jobs running.");
     health_panic: IntCounter("smg_health_panic_total", "Ejections withheld because most of the fleet failed its probes at once.");

@@ -13,7 +13,7 @@
 //! * entries are applied in order, each once; a gap is read again, never passed over;
 //! * etcd going back in time stops the store: acknowledged writes are gone then, and only people can say what is to be done.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -129,7 +129,7 @@ pub struct EtcdStore {
     node_id: NodeId,
     in_flight: Semaphore,
     leadership: values::Sender<Leadership>,
-    resigned: Arc<AtomicBool>,
+    resigned: CancellationToken,
     /// What other members are told of this one's gateways.
     gateways: Arc<OnceLock<GatewayReport>>,
     lease: Duration,
@@ -178,7 +178,7 @@ impl EtcdStore {
         let node_id = member.enter(&etcd, &shared.keys, &keeper, deadline).await?;
         let keeper = Arc::new(keeper);
         let leadership = values::Sender::new(Leadership::Follower);
-        let (resigned, gateways) = (Arc::<AtomicBool>::default(), Arc::<OnceLock<GatewayReport>>::default());
+        let (resigned, gateways) = (CancellationToken::new(), Arc::<OnceLock<GatewayReport>>::default());
         let cadence = Cadence { every: options.snapshot_every, keep: options.keep_entries, compact: options.compact };
         let follower = Follower::new(Arc::clone(&etcd), Arc::clone(&shared));
         let mut tasks = vec![smg_net::spawn("etcd-log", follower.run())];
@@ -200,7 +200,7 @@ impl EtcdStore {
             node_id,
             cadence,
             leadership: leadership.clone(),
-            resigned: Arc::clone(&resigned),
+            resigned: resigned.clone(),
         };
         let answering = Answering {
             etcd: Arc::clone(&etcd),
@@ -405,7 +405,9 @@ impl ClusterStore for EtcdStore {
 
     fn step_down(&self) -> BoxFuture<'_, ()> {
         async {
-            self.resigned.store(true, Ordering::Relaxed);
+            // First of all: the next writer has the duties as soon as it is one.
+            self.resigned.cancel();
+            self.leadership.send_replace(Leadership::Follower);
             let resigning = writer::resign(&self.etcd, &self.shared.keys, self.node_id);
             let _ = tokio::time::timeout(HAND_OVER, resigning).await;
         }

@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use smg_messages::{disk, state};
@@ -18,6 +18,7 @@ use smg_services::etcd as pb;
 use smg_state::{NodeId, codec};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
 
 use super::client::Etcd;
 use super::keys::{self, Keys};
@@ -59,8 +60,8 @@ pub(crate) struct Writer {
     pub node_id: NodeId,
     pub cadence: Cadence,
     pub leadership: watch::Sender<Leadership>,
-    /// Set once this member has handed the writing over: it stands no more.
-    pub resigned: Arc<AtomicBool>,
+    /// Cancelled once this member hands the writing over: it stands no more.
+    pub resigned: CancellationToken,
 }
 
 /// The queue as this writer knows it, oldest first: by the revisions at which commands were put there, and their keys. None = this version
@@ -105,8 +106,10 @@ impl Writer {
     /// Stands and writes under one lease.
     async fn hold(&self, lease: i64) {
         loop {
-            let tried = if self.resigned.load(Ordering::Relaxed) { Ok(None) } else { self.try_become(lease).await };
-            match tried {
+            if self.resigned.is_cancelled() {
+                return std::future::pending().await;
+            }
+            match self.try_become(lease).await {
                 Ok(Some(fence)) => {
                     tracing::info!(target: "smg", member = self.node_id, "this member is the writer");
                     let reason = self.write(fence).await;
@@ -132,8 +135,9 @@ impl Writer {
             failure: vec![keys::read(keys::one(key))],
         };
         let found = keys::reads(self.etcd.txn(txn).await?).next().unwrap_or_default();
-        // It may have become it by an attempt whose answer was lost.
-        let mine = found.kvs.into_iter().find(|writer| writer.value == mine);
+        // It may have become it by an attempt whose answer was lost. What lies under a lease that this member has lost counts no more: it
+        // may be gone the next moment, and nobody would tell.
+        let mine = found.kvs.into_iter().find(|writer| writer.value == mine && writer.lease == lease);
         Ok(mine.map(|writer| writer.create_revision))
     }
 
@@ -141,14 +145,13 @@ impl Writer {
     async fn until_vacant(&self) {
         let key = self.shared.keys.writer();
         let Ok(found) = self.etcd.range(keys::one(key.clone()), Instant::now() + READ).await else { return };
-        let resigned = self.resigned.load(Ordering::Relaxed);
-        if found.kvs.is_empty() && !resigned {
+        if found.kvs.is_empty() {
             return;
         }
         let revision = found.header.map_or(0, |header| header.revision);
         let Ok(mut watcher) = Watcher::open(&self.etcd, key, revision + 1).await else { return sleep(PAUSE).await };
         while let Ok(events) = watcher.next().await {
-            if events.iter().any(|event| event.r#type() == pb::event::EventType::Delete) && !resigned {
+            if events.iter().any(|event| event.r#type() == pb::event::EventType::Delete) {
                 return;
             }
         }
@@ -159,7 +162,7 @@ impl Writer {
     async fn write(&self, fence: i64) -> &'static str {
         loop {
             match self.term(fence).await {
-                Ended::Replaced => return "another member is, or its lease has ended",
+                Ended::Replaced => return "it has handed over, another member is, or its lease has ended",
                 Ended::More => {}
                 Ended::Again(reason) => {
                     tracing::debug!(target: "smg", reason, "reading head and queue anew");
@@ -177,6 +180,9 @@ impl Writer {
         // Its duties start from everything that was written before.
         if !self.shared.until_applied(head.index, Instant::now() + READ).await {
             return Ended::Again("this member is behind".to_owned());
+        }
+        if self.resigned.is_cancelled() {
+            return Ended::Replaced;
         }
         self.leadership.send_if_modified(|now| std::mem::replace(now, Leadership::Leader) != Leadership::Leader);
         let mut watcher = match Watcher::open(&self.etcd, self.shared.keys.queue(), revision + 1).await {
@@ -201,6 +207,7 @@ impl Writer {
                     Ok(events) => take(&mut queue, events),
                     Err(reason) => return Ended::Again(reason),
                 },
+                () = self.resigned.cancelled() => return Ended::Replaced,
                 Ok(()) = snapshot_is_due, if Instant::now() >= snapshot_after => {
                     if let Err(reason) = self.snapshot(fence).await {
                         tracing::warn!(target: "smg", reason, "a snapshot was not written to etcd");

@@ -54,6 +54,7 @@ async fn a_command_that_did_not_happen_never_does() {
 async fn while_etcd_is_away_reads_and_writes_are_refused_and_afterwards_everything_is_there() {
     let mut site = three().await;
     acknowledged(&*site.store(0), create("http://before:1")).await;
+    until_equal(&site).await;
     site.server.kill();
     let refused = site.store(0).propose(create("http://w:1")).await.unwrap_err();
     assert!(matches!(refused, StoreError::Unknown(_) | StoreError::Unavailable(_)), "{refused}");
@@ -69,6 +70,7 @@ async fn while_etcd_is_away_reads_and_writes_are_refused_and_afterwards_everythi
 async fn an_etcd_that_went_back_in_time_stops_the_store() {
     let mut site = three().await;
     acknowledged(&*site.store(0), create("http://before:1")).await;
+    until_equal(&site).await;
     site.server.kill();
     site.server.restart_empty().await;
     for n in 0..3 {

@@ -324,7 +324,7 @@ pub(crate) async fn every_store_answers_like_the_one_without_a_log<S: Site>(site
     let name = Command::InitCluster { cluster_id: named.cluster_id(), history_id: named.history_id() };
     memory.propose(envelope(name)).await.unwrap();
     let mut runner = TestRunner::default();
-    let many = vec(envelopes(), 4).new_tree(&mut runner).unwrap().current();
+    let many = vec(envelopes(), 2).new_tree(&mut runner).unwrap().current();
     for (n, envelope) in many.into_iter().flatten().enumerate() {
         let store = site.store(n % 3);
         let outcome = acknowledged(&*store, envelope.clone()).await;

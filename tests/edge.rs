@@ -6,6 +6,7 @@ mod support;
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use reqwest::{Method, Response, StatusCode};
 use serde_json::{Value, json};
 use support::*;
@@ -212,4 +213,59 @@ async fn a_model_that_a_gateway_does_not_know_is_unknown_only_if_the_control_pla
     );
     let listed: Value = other.get_json("/v1/models").await;
     assert_eq!(listed["data"][0]["id"], MODEL);
+}
+
+#[tokio::test]
+async fn who_does_not_read_keeps_nothing_beyond_the_time_of_the_request() {
+    let flags = ["--request-timeout-secs", "4", "--max-concurrent-requests", "2", "--queue-size", "0"];
+    let (smg, prefill, decode) = sglang_pair(&flags).await;
+    prefill.set_fault(instant_prefill());
+    let piece = Bytes::from(format!("data: {}\n\n", "x".repeat(64 * 1024)));
+    decode.set_fault(Fault::generation().script((0..1024).map(|_| (Duration::ZERO, piece.clone()))));
+    let http1 = reqwest::Client::builder().http1_only().no_proxy().build().unwrap();
+    let http2 = reqwest::Client::builder().http2_prior_knowledge().no_proxy().build().unwrap();
+    let mut unread = Vec::new();
+    for client in [&http1, &http2] {
+        let stream = client.post(format!("{}/v1/chat/completions", smg.url)).json(&chat_stream()).send().await.unwrap();
+        assert_eq!(stream.status(), StatusCode::OK);
+        unread.push(stream);
+    }
+    let (status, ..) = refused(smg.post("/v1/chat/completions", &chat()).await).await;
+    assert_eq!(status, 429);
+    eventually("what they held is free again", || async {
+        let held = smg.metric("smg_admission_inflight", &[]).await + smg.metric("smg_http_requests_active", &[]).await;
+        (held == 0.0).then_some(())
+    })
+    .await;
+    smg.until_idle().await;
+    decode.wait_until(Duration::from_secs(20), |engine| engine.active() == 0).await.unwrap();
+    let failures = smg.metric("smg_worker_cb_outcomes_total", &[("outcome", "failure")]).await;
+    assert_eq!(failures, 0.0, "the engine is not to blame");
+    // The other streams of the connection go on.
+    assert_eq!(http2.get(format!("{}/liveness", smg.url)).send().await.unwrap().status(), StatusCode::OK);
+    for stream in unread {
+        assert!(stream.bytes().await.is_err(), "a cut answer does not look whole");
+    }
+}
+
+#[tokio::test]
+async fn what_clients_call_models_is_neither_kept_nor_said_back_at_any_length() {
+    let smg = Smg::launch(&[]).await;
+    let engine = sglang(Role::Regular).await;
+    smg.register(&spec(&engine, "regular")).await;
+    let name = "m".repeat(2 * 1024 * 1024);
+    let ask = async || {
+        let answer = smg.post("/v1/chat/completions", &json!({"model": name, "messages": []})).await;
+        assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+        assert!(answer.bytes().await.unwrap().len() < 8 * 1024);
+    };
+    for _ in 0..4 {
+        ask().await;
+    }
+    let before = smg.resident_bytes();
+    for _ in 0..40 {
+        ask().await;
+    }
+    let grown = smg.resident_bytes().saturating_sub(before);
+    assert!(grown < 32 * 1024 * 1024, "{grown} bytes are kept of 80 MiB of names");
 }

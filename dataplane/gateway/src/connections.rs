@@ -249,8 +249,9 @@ impl Link {
             }
             // The answer comes from what was just driven: nobody else has to wake this task for it.
             let polled = response.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-            if polled.is_pending() {
-                self.bell.wake_when_rung(cx.waker());
+            match &polled {
+                Poll::Pending => self.bell.wake_when_rung(cx.waker()),
+                Poll::Ready(_) => self.answered.head_came(),
             }
             polled
         })

@@ -9,7 +9,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use smg_net::tls::{WorkerConnector, worker_connector};
 use smg_telemetry::Metrics;
 use smg_telemetry::fleet::FleetGauges;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -22,6 +22,7 @@ use crate::front::admission::Admission;
 use crate::grpc::responses::Shelf;
 use crate::grpc::rooms::Rooms;
 use crate::grpc::tokenizers::Tokenizers;
+use crate::heavy::Heavy;
 use crate::options::GatewayOptions;
 use crate::sync::Link;
 use crate::sync::freshness::Freshness;
@@ -47,8 +48,8 @@ pub struct Core {
     pub client: HttpClient,
     /// The tokenizers of models that are served over gRPC.
     pub tokenizers: Tokenizers,
-    /// How many prompts are prepared at a time.
-    pub preparing: Semaphore,
+    /// Where large requests are read and prepared.
+    pub heavy: Heavy,
     /// The responses that are kept for later requests.
     pub responses: Arc<Shelf>,
     /// The bootstrap rooms in use over gRPC.
@@ -97,7 +98,7 @@ impl Core {
             connections,
             client,
             tokenizers: Tokenizers::default(),
-            preparing: Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from)),
+            heavy: Heavy::default(),
             responses: Arc::default(),
             rooms: Arc::default(),
             request_prefix: format!("{:012x}-", rand::random::<u64>() >> 16),

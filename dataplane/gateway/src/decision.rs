@@ -14,6 +14,7 @@ use smg_fleet::policy::PolicyName;
 use smg_telemetry::Metrics;
 
 use crate::trace::{LegSpans, RequestTrace};
+use crate::words;
 
 /// Most records kept.
 pub const MAX_DECISIONS: usize = 4096;
@@ -136,11 +137,12 @@ impl Attempt {
     /// Notes what went wrong, beside what is noted already: in parallel dispatch each leg may break off in its own way.
     pub fn note_error(&mut self, message: &str) {
         match &mut self.error {
+            Some(error) if error.len() > words::KEPT => {}
             Some(error) => {
                 error.push_str("; ");
-                error.push_str(message);
+                error.push_str(&words::cut(message.to_owned(), words::KEPT));
             }
-            None => self.error = Some(message.to_owned()),
+            None => self.error = Some(words::cut(message.to_owned(), words::KEPT)),
         }
     }
 }

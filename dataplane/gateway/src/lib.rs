@@ -18,6 +18,7 @@ pub mod dispatch;
 pub mod fleet;
 pub mod front;
 pub mod grpc;
+pub mod heavy;
 pub mod hints;
 pub mod load;
 pub mod options;
@@ -26,6 +27,7 @@ pub mod resilience;
 pub mod select;
 pub mod sync;
 pub mod trace;
+mod words;
 
 use std::sync::Arc;
 

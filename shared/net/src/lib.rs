@@ -2,6 +2,7 @@
 //!
 //! * [`serve`]: one accept loop for every listener, with a drain that cuts nothing before its deadline;
 //! * [`patience`]: how long a connection may make us wait, and how old it may grow;
+//! * [`overdue`]: responses that outlive their time;
 //! * [`tls`]: certificates from files, for listeners and towards workers;
 //! * [`mutual`]: TLS between the parts of a fleet, each with a certificate that says what it is;
 //! * [`memory`]: a transport inside the process, so that one process with both planes runs the same services as two;
@@ -12,6 +13,7 @@ pub mod backoff;
 pub mod engine;
 pub mod memory;
 pub mod mutual;
+pub mod overdue;
 pub mod patience;
 pub mod serve;
 pub mod tls;

@@ -6,7 +6,8 @@
 //! * *age*: from being accepted until the connection is asked to close after its current request. Behind a DNS name that is what brings
 //!   traffic to a gateway that was added.
 //!
-//! A request in flight stops the first two: how long it may take is the business of those who serve it.
+//! A request in flight stops the first two: how long it may take is the business of those who serve it, who say it with
+//! [`EndBy`](crate::overdue::EndBy).
 //!
 //! What a connection is doing is kept in a few atomics that the socket and the service write; one timer a connection looks at them when the
 //! earliest limit could have passed. So a request costs no timer.
@@ -17,7 +18,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use http_body::{Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, sleep_until};
@@ -161,39 +161,6 @@ impl Drop for InFlight {
         // The stamp comes first: whoever sees no request in flight sees since when.
         self.0.stamp();
         self.0.in_flight.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-pin_project! {
-    /// A response body that keeps its request in flight.
-    #[derive(Debug)]
-    pub struct Tracked<B> {
-        #[pin]
-        body: B,
-        in_flight: InFlight,
-    }
-}
-
-impl<B> Tracked<B> {
-    pub(crate) fn new(body: B, in_flight: InFlight) -> Self {
-        Self { body, in_flight }
-    }
-}
-
-impl<B: http_body::Body> http_body::Body for Tracked<B> {
-    type Data = B::Data;
-    type Error = B::Error;
-
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        self.project().body.poll_frame(cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }
 

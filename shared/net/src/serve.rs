@@ -30,7 +30,8 @@ use tokio_util::task::TaskTracker;
 use crate::memory;
 use crate::mutual::identity::Caller;
 use crate::mutual::{Callers, MutualTls};
-use crate::patience::{Activity, Noted, Patience, Timeout, Tracked};
+use crate::overdue::{EndBy, Overdue, Response};
+use crate::patience::{Activity, Noted, Patience, Timeout};
 use crate::tls::ServerTls;
 
 /// How long an unused connection has for its last bytes once it is being closed.
@@ -132,7 +133,7 @@ impl<B, S> HttpService<B> for S where
 
 /// What may happen to a connection beside its requests.
 enum Interruption {
-    /// Its time to drain is over.
+    /// Its time to drain is over, or that of its request.
     Cut,
     /// The server asks it to close.
     Leave,
@@ -261,6 +262,7 @@ impl Server {
     {
         let Self { options, shutdown, cut, .. } = self;
         let activity = Activity::new();
+        let overdue = Overdue::new();
         let mut builder = auto::Builder::new(TokioExecutor::new());
         // The limits of `patience` hold instead: they tell a slow head from an unused connection.
         builder
@@ -276,6 +278,7 @@ impl Server {
         let begun = CancellationToken::new();
         let service = {
             let (begun, activity, service) = (begun.clone(), Arc::clone(&activity), TowerToHyperService::new(service));
+            let overdue = Arc::clone(&overdue);
             hyper::service::service_fn(move |mut request: http::Request<Incoming>| {
                 begun.cancel();
                 if let Some(caller) = &caller {
@@ -284,12 +287,14 @@ impl Server {
                 let in_flight = activity.begin(request.version());
                 let last = (!activity.is_http2()).then(|| Arc::clone(&activity));
                 let response = hyper::service::Service::call(&service, request);
+                let overdue = Arc::clone(&overdue);
                 async move {
                     let mut response = response.await?;
                     if last.is_some_and(|activity| activity.is_retiring()) {
                         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                     }
-                    Ok::<_, Infallible>(response.map(|body| Tracked::new(body, in_flight)))
+                    let end_by = response.extensions().get::<EndBy>().copied();
+                    Ok::<_, Infallible>(response.map(|body| Response::new(body, in_flight, end_by, &overdue)))
                 }
             })
         };
@@ -315,6 +320,7 @@ impl Server {
             leave.map(|()| Interruption::Leave).boxed(),
             aged.map(|()| Interruption::Aged).boxed(),
             activity.broken(options.patience).map(Interruption::Broken).boxed(),
+            overdue.watch(|| !activity.is_http2()).map(|()| Interruption::Cut).boxed(),
         ]);
         let mut closing = false;
         let ended = loop {

@@ -33,6 +33,7 @@ use http::{HeaderMap, Response};
 use smg_engines::vllm::Connector;
 use smg_engines::{ClientBody, Legs, Route};
 use smg_fleet::{Runtime, Wire};
+use smg_net::overdue::EndBy;
 use smg_policies::Leg;
 use smg_telemetry::ROUTERS;
 use tokio::time::Instant;
@@ -44,13 +45,18 @@ use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
 use crate::fleet::worker::RoutedWorker;
 use crate::front::error::GatewayError;
 use crate::grpc;
+use crate::heavy;
 use crate::hints::Hints;
 use crate::resilience::retry;
 use crate::select::{self, Choice, SelectError, Selection, Tried};
 use crate::trace::RequestTrace;
+use crate::words;
 use job::LegCodes;
 pub(crate) use job::{Failed, Job};
 use scope::{Backend, Scope};
+
+/// Policies may read the prompt of a body larger than this for longer than others should wait.
+const LARGE: usize = 512 * 1024;
 
 /// A request that has been read.
 pub struct Inbound {
@@ -73,12 +79,19 @@ pub struct Inbound {
 /// Serves one request.
 pub async fn serve(core: &Arc<Core>, request: Inbound) -> Response<Body> {
     let (decision, mut response) = route(core, &request).await;
+    // A client that does not read cannot keep what the request holds beyond its time.
+    response.extensions_mut().insert(EndBy(deadline(core, &request)));
     if request.explain
         && let Some(value) = decision.read(explain::header)
     {
         response.headers_mut().insert(explain::DECISION, value);
     }
     response
+}
+
+/// When the request's time is over.
+pub(crate) fn deadline(core: &Core, request: &Inbound) -> Instant {
+    Instant::from_std(request.arrived) + core.options.request_timeout
 }
 
 async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>) {
@@ -142,7 +155,8 @@ fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
 fn refuse(core: &Core, request: &Inbound, error: GatewayError) -> (Decision, Response<Body>) {
     let record = open_record(core, request, UNKNOWN_MODEL);
     let decision = core.decisions.open(record, request.arrived, request.trace.clone());
-    decision.begin_attempt(Attempt { dispatch: "none", error: Some(error.to_string()), ..Attempt::default() });
+    let message = words::cut(error.to_string(), words::KEPT);
+    decision.begin_attempt(Attempt { dispatch: "none", error: Some(message), ..Attempt::default() });
     let backend = if request.route.legs() == Legs::RegularOnly { Backend::Regular } else { Backend::PrefillDecode };
     let metrics = Arc::clone(&core.metrics);
     let stream = request.body.stream();
@@ -158,7 +172,7 @@ async fn run_attempts(
     mut pool: Arc<ModelPool>,
     decision: Decision,
 ) -> Response<Body> {
-    let deadline = Instant::from_std(request.arrived) + core.options.request_timeout;
+    let deadline = deadline(core, request);
     // Counting tokens is cheap to ask again: the client may.
     let attempts = if request.route == Route::CountTokens { 1 } else { pool.settings.retry.attempts };
     let only_regular = request.route.legs() == Legs::RegularOnly
@@ -201,6 +215,11 @@ async fn run_attempts(
                 pool = newer;
             }
         }
+        if Instant::now() >= deadline {
+            // A worker that is asked now could only be blamed for what it had no time to do.
+            last = last.or_else(|| Some(Failed::gateway(GatewayError::OutOfTime, None)));
+            break;
+        }
         decision.begin_selection();
         let (selection, trace) = match admit(core, request, &mut pool, &tried, deadline).await {
             (Ok(selection), trace) => (selection, trace),
@@ -222,6 +241,7 @@ async fn run_attempts(
             Err(failed) => {
                 let (status, message) = (failed.status(), failed.describe());
                 tracing::debug!(target: ROUTERS, request_id = %request.request_id, %status, message, "attempt failed");
+                let message = words::cut(message, words::KEPT);
                 job.note(|attempt, now| (attempt.error, attempt.failed_ms) = (Some(message), Some(now)));
                 tried.note(prefill, decode, failed.blamed);
                 if failed.rules_out_the_pair() {
@@ -303,6 +323,16 @@ fn choose(
     pool: &ModelPool,
     tried: &Tried,
 ) -> (Result<Selection, SelectError>, select::Trace) {
+    let bytes = request.body.bytes().len();
+    heavy::in_place(bytes, LARGE, || choose_here(core, request, pool, tried))
+}
+
+fn choose_here(
+    core: &Core,
+    request: &Inbound,
+    pool: &ModelPool,
+    tried: &Tried,
+) -> (Result<Selection, SelectError>, select::Trace) {
     let hints = Hints::new(&request.headers, &request.body, &core.options.routing_key_headers);
     let mut trace = select::Trace::default();
     let load_interval_secs = core.options.load.interval_secs();
@@ -363,7 +393,7 @@ fn note_refusal(decision: &Decision, pool: &ModelPool, error: &GatewayError, tra
         dispatch: "none",
         picks: trace.picks,
         excluded: trace.exclusions,
-        error: Some(error.to_string()),
+        error: Some(words::cut(error.to_string(), words::KEPT)),
         ..Attempt::default()
     });
 }

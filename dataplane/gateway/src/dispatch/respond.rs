@@ -71,6 +71,11 @@ impl OnEnd for Served {
                 note_error(&self.core, self.claim.worker(), "timeout");
                 fail(scope, self.attempt, StatusCode::GATEWAY_TIMEOUT, "stream_timeout", "timed out".to_owned());
             }
+            // A worker that was streaming served well.
+            Ended::OutOfTime => {
+                self.claim.judge(Verdict::Success);
+                fail(scope, self.attempt, StatusCode::GATEWAY_TIMEOUT, "stream_timeout", "out of time".to_owned());
+            }
         }
     }
 }

@@ -17,6 +17,7 @@ use crate::dispatch::leg::LegError;
 use crate::front::admission::NotAdmitted;
 use crate::grpc::refusal::Refusal;
 use crate::select::SelectError;
+use crate::words;
 
 /// Carries the code of every error the gateway answers for.
 pub const ERROR_CODE: HeaderName = HeaderName::from_static("x-smg-error-code");
@@ -103,6 +104,12 @@ pub enum GatewayError {
     /// What the gRPC pipeline refuses or failed to do.
     #[error(transparent)]
     Refused(#[from] Refusal),
+    /// Reading the body failed for a reason that is not in it.
+    #[error("the request body could not be read")]
+    Unread,
+    /// The request's time was over before a worker was asked.
+    #[error("The request timed out before a worker was asked")]
+    OutOfTime,
     /// No such route.
     #[error("Invalid URL ({0} {1})")]
     UnknownUrl(String, String),
@@ -138,6 +145,8 @@ impl GatewayError {
             Self::Refused(refusal) => refusal.status,
             Self::MoriioRequest(refusal) => refusal.status(),
             Self::MoriioHandoff(_) => StatusCode::BAD_GATEWAY,
+            Self::Unread => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::OutOfTime => StatusCode::GATEWAY_TIMEOUT,
             Self::Leg { error, .. } => error.status(),
         }
     }
@@ -171,6 +180,8 @@ impl GatewayError {
             Self::Leg { code, .. } => code,
             Self::NotForPairs(_) | Self::NotOverGrpc(_) => "pd_route_unsupported",
             Self::Refused(refusal) => refusal.code,
+            Self::Unread => "request_body_unread",
+            Self::OutOfTime => "request_timeout",
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",
             Self::Url(_) => "invalid_value",
@@ -228,12 +239,13 @@ pub fn envelope(status: StatusCode, code: &'static str, message: &str) -> Respon
         500..=599 => "server_error",
         _ => "invalid_request_error",
     };
+    let message = words::cut(message.to_owned(), words::SAID);
     let body = json!({"error": {"type": kind, "code": code, "message": message, "param": null}}).to_string();
     let mut response = Response::new(Body::from(body));
     *response.status_mut() = status;
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     mark(&mut response, code);
-    response.extensions_mut().insert(OwnWords(message.to_owned()));
+    response.extensions_mut().insert(OwnWords(message));
     response
 }
 

@@ -14,7 +14,11 @@ use super::error::GatewayError;
 use super::intake;
 use crate::core::Core;
 use crate::dispatch::{self, Inbound};
+use crate::heavy;
 use crate::trace::RequestTrace;
+
+/// Bodies of at most so many bytes are read where they came in.
+const SMALL: usize = 512 * 1024;
 
 /// Answers an inference request.
 pub(super) async fn handle<B>(
@@ -40,9 +44,11 @@ where
         Ok(bytes) => bytes,
         Err(error) => return error.into_response(),
     };
-    let body = match ClientBody::parse(bytes, route) {
-        Ok(body) => body,
-        Err(error) => return GatewayError::Body(error).into_response(),
+    let length = bytes.len();
+    let body = match core.heavy.run(length, SMALL, move || ClientBody::parse(bytes, route)).await {
+        Ok(Ok(body)) => body,
+        Ok(Err(error)) => return GatewayError::Body(error).into_response(),
+        Err(heavy::Failed) => return GatewayError::Unread.into_response(),
     };
     let trace = head.extensions.get::<Arc<RequestTrace>>().cloned();
     let explain = access::may_see_its_decision(&core, &head.headers);

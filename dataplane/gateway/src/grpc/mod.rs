@@ -46,7 +46,7 @@ use tokio::time::Instant;
 
 use crate::core::Core;
 use crate::dispatch::scope::Scope;
-use crate::dispatch::{Failed, Inbound, Job};
+use crate::dispatch::{Failed, Inbound, Job, deadline};
 use crate::fleet::table::ModelPool;
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::front::error::GatewayError;
@@ -79,12 +79,24 @@ pub async fn prepare(core: &Arc<Core>, request: &Inbound, pool: &ModelPool) -> R
     if !prefills.chain(&pool.decodes).chain(&pool.regulars).any(|worker| is_spoken(worker.engine())) {
         return Err(Refusal::runtime().into());
     }
-    Ok(prepare::prepare(core, request, pool).await?)
+    in_time(core, request, prepare::prepare(core, request, pool)).await
+}
+
+/// Does what comes before a leg within the request's time. Who asked a worker after it could only blame it.
+async fn in_time<T>(
+    core: &Core,
+    request: &Inbound,
+    work: impl Future<Output = Result<T, Refusal>>,
+) -> Result<T, GatewayError> {
+    match tokio::time::timeout_at(deadline(core, request), work).await {
+        Ok(done) => done.map_err(GatewayError::Refused),
+        Err(_) => Err(GatewayError::OutOfTime),
+    }
 }
 
 /// Answers how many tokens a message's prompt has. No worker is asked.
 pub async fn count_tokens(core: &Arc<Core>, request: &Inbound, pool: &ModelPool, scope: &mut Scope) -> Response<Body> {
-    match prepare::count_tokens(core, request, pool).await {
+    match in_time(core, request, prepare::count_tokens(core, request, pool)).await {
         Ok(tokens) => {
             scope.complete(StatusCode::OK);
             let mut response = Response::new(Body::from(smg_apis::messages::write_count(tokens)));
@@ -92,8 +104,7 @@ pub async fn count_tokens(core: &Arc<Core>, request: &Inbound, pool: &ModelPool,
             response.headers_mut().insert(header::CONTENT_TYPE, json);
             response
         }
-        Err(refusal) => {
-            let error = GatewayError::Refused(refusal);
+        Err(error) => {
             scope.fail(error.status(), error.code());
             error.into_response()
         }
@@ -114,7 +125,8 @@ pub(crate) async fn serve(
     let request = match prepared {
         Some(request) => Arc::clone(request),
         None => {
-            let request = prepare::prepare(job.core, job.request, job.pool).await.map_err(refuse)?;
+            let prepared_in_time = in_time(job.core, job.request, prepare::prepare(job.core, job.request, job.pool));
+            let request = prepared_in_time.await.map_err(|error| Failed::gateway(error, None))?;
             Arc::clone(prepared.insert(request))
         }
     };

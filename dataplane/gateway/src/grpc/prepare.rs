@@ -1,7 +1,6 @@
 //! A request, ready to be sent to any pair: read, rendered, tokenized.
 //!
-//! This is done once, whatever the number of attempts. Work that grows with the prompt is done off the threads that serve requests, at most
-//! as many prompts at a time as there are cores.
+//! This is done once, whatever the number of attempts. Work that grows with the prompt is done off the threads that serve requests.
 
 use std::sync::Arc;
 
@@ -104,10 +103,12 @@ pub async fn prepare(core: &Arc<Core>, inbound: &Inbound, pool: &ModelPool) -> R
 /// # Errors
 /// As [`prepare`].
 pub async fn count_tokens(core: &Arc<Core>, inbound: &Inbound, pool: &ModelPool) -> Result<u64, Refusal> {
-    let count = messages::parse_count(inbound.body.bytes())?;
+    let bytes = inbound.body.bytes().clone();
+    let length = bytes.len();
+    let count = off_thread(core, length, SMALL_TO_READ, move || Ok(messages::parse_count(&bytes)?)).await?;
     let model = core.tokenizers.of(core, pool).await?;
     let work = move || Ok(render(&model, &count.prompt)?.ids.len() as u64);
-    off_thread(core, inbound.body.bytes().len(), SMALL, work).await
+    off_thread(core, length, SMALL, work).await
 }
 
 /// Runs work that grows with the prompt: here, if that has at most `small` bytes.
@@ -117,12 +118,7 @@ async fn off_thread<T: Send + 'static>(
     small: usize,
     work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
 ) -> Result<T, Refusal> {
-    if bytes <= small {
-        return work();
-    }
-    // The semaphore is never closed.
-    let _slot = core.preparing.acquire().await;
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| {
+    core.heavy.run(bytes, small, work).await.unwrap_or_else(|_| {
         let message = "preparing the request failed";
         Err(Refusal::new(http::StatusCode::INTERNAL_SERVER_ERROR, "tokenization_failed", message))
     })

@@ -318,6 +318,11 @@ impl http_body::Body for Events {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let this = &mut *self;
+        // Engines may have more to say than a slow client takes in time.
+        if !this.output.over && Instant::now() >= this.deadline {
+            let failure = LegFailure { message: "the request timed out".into(), ..LegFailure::timed_out() };
+            this.output.fail(Part::Decode, &failure);
+        }
         while !this.output.over && this.output.written.len() < GATHERED {
             match this.output.poll_advance(cx) {
                 Poll::Ready(Ok(true)) => {}

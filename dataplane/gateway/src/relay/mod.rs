@@ -70,8 +70,10 @@ pub enum Ended {
     Complete,
     /// The engine broke it off; the message says how.
     Broken(String),
-    /// The request's time was over.
+    /// The request's time was over while the engine was silent.
     TimedOut,
+    /// The request's time was over while the engine was sending: it had too much to say, or its client reads slowly.
+    OutOfTime,
     /// The client left. `output` = some output had been forwarded.
     ClientLeft {
         /// Whether some output had been forwarded.
@@ -278,9 +280,11 @@ where
             };
             match polled {
                 Some(Ok(frame)) => {
-                    if this.keep_alive.is_some() {
-                        this.heard = Instant::now();
+                    let now = Instant::now();
+                    if now >= this.deadline && this.done.is_none() {
+                        return this.break_off(Ended::OutOfTime, "Stream error: the request timed out", cx);
                     }
+                    this.heard = now;
                     match frame.into_data() {
                         // Late output of an engine that has already ended its stream.
                         Ok(_) if this.done.is_some() => {}
@@ -386,6 +390,7 @@ pub fn describe(error: &dyn std::error::Error) -> String {
 mod tests {
     use std::io;
 
+    use futures::StreamExt;
     use http_body_util::{BodyExt, StreamBody};
 
     use super::*;
@@ -424,5 +429,19 @@ mod tests {
             assert!(rewriting.held.is_empty());
             assert_eq!(String::from_utf8(passed).unwrap(), expected, "pieces of {size}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_engine_that_never_pauses_is_cut_at_the_deadline_too() {
+        let pieces =
+            futures::stream::iter(0..).map(|n| Ok::<_, io::Error>(Frame::data(format!("data: {n}\n\n").into())));
+        let deadline = Instant::now() + Duration::from_secs(4);
+        let mut relay = Relay::new(StreamBody::new(pieces), Some(Dialect::OpenAi), deadline, None, Unheard);
+        for _ in 0..3 {
+            assert!(relay.frame().await.unwrap().unwrap().data_ref().unwrap().starts_with(b"data: "));
+        }
+        tokio::time::advance(Duration::from_secs(4)).await;
+        let rest = relay.collect().await.unwrap().to_bytes();
+        assert!(rest.starts_with(b"data: {\"error\"") && rest.ends_with(b"data: [DONE]\n\n"), "{rest:?}");
     }
 }

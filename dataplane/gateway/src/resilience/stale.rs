@@ -8,11 +8,14 @@
 //! * the connection had rested in the pool (a fresh one that breaks is a fault of the engine);
 //! * not one byte came back on it for this request;
 //! * it broke within [`SOON`] (one that breaks later broke while the engine worked).
+//!
+//! Because it sees every byte it also bounds what may come before a response: an engine that sends interim heads (1xx) without end would
+//! keep the HTTP library busy in a loop of its own, which no deadline can end.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -21,19 +24,39 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 /// A stale connection breaks within a round trip. What breaks later was no stale connection.
 pub const SOON: Duration = Duration::from_secs(1);
 
-/// Whether anything was read on a connection since somebody last cleared it.
+/// Most bytes that may come before the head of a response is complete. What is read along with it is far less.
+const MAX_BEFORE_HEAD: usize = 1024 * 1024;
+/// Stands for a response whose head has come: its body has no such limit.
+const HEAD_CAME: usize = usize::MAX;
+
+/// How much was read on a connection since the last exchange began, until the head of its response came.
 #[derive(Debug, Clone, Default)]
-pub struct Answered(Arc<AtomicBool>);
+pub struct Answered(Arc<AtomicUsize>);
 
 impl Answered {
     /// An exchange begins.
     pub fn clear(&self) {
-        self.0.store(false, Ordering::Relaxed);
+        self.0.store(0, Ordering::Relaxed);
+    }
+
+    /// The head of the response is there.
+    pub fn head_came(&self) {
+        self.0.store(HEAD_CAME, Ordering::Relaxed);
+    }
+
+    /// Notes that so many bytes came. Whether they were too many without a head.
+    fn note(&self, bytes: usize) -> bool {
+        let before = self.0.load(Ordering::Relaxed);
+        if before == HEAD_CAME {
+            return false;
+        }
+        self.0.store(before + bytes, Ordering::Relaxed);
+        before > MAX_BEFORE_HEAD
     }
 
     /// Whether a byte came back since.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.0.load(Ordering::Relaxed) > 0
     }
 }
 
@@ -56,8 +79,9 @@ impl<T: AsyncRead + Unpin> AsyncRead for Noting<T> {
         let filled = buffer.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
         // The end of the stream fills nothing, and is no answer.
-        if buffer.filled().len() > filled {
-            self.answered.0.store(true, Ordering::Relaxed);
+        let read = buffer.filled().len() - filled;
+        if read > 0 && self.answered.note(read) {
+            return Poll::Ready(Err(io::Error::other("the engine sends without end and no response head comes")));
         }
         polled
     }
@@ -107,5 +131,25 @@ mod tests {
         answered.clear();
         assert_eq!(stream.read(&mut buffer).await.unwrap(), 0);
         assert!(!answered.is_set());
+    }
+
+    #[tokio::test]
+    async fn what_comes_before_a_head_has_a_limit_and_what_comes_after_it_has_none() {
+        for head in [false, true] {
+            let answered = Answered::default();
+            let mut stream = Noting::new(tokio::io::repeat(b'1'), answered.clone());
+            if head {
+                answered.head_came();
+            }
+            let mut read = 0;
+            let mut buffer = [0; 65536];
+            while read < 4 * MAX_BEFORE_HEAD {
+                match stream.read(&mut buffer).await {
+                    Ok(bytes) => read += bytes,
+                    Err(_) => break,
+                }
+            }
+            assert_eq!(read >= 4 * MAX_BEFORE_HEAD, head, "{read} bytes");
+        }
     }
 }

@@ -105,6 +105,20 @@ async fn a_rate_lets_a_burst_through_and_the_rest_come_later() {
 }
 
 #[tokio::test]
+async fn a_request_whose_time_is_over_before_its_turn_asks_no_worker_and_blames_none() {
+    let waits = ["--max-concurrent-requests", "1", "--rate-limit-tokens-per-second", "0.3"];
+    let (smg, prefill, decode) = sglang_pair(&[&waits[..], &["--request-timeout-secs", "2"]].concat()).await;
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    let late = smg.post(CHAT, &chat()).await;
+    assert_eq!(
+        (late.status().as_u16(), &late.headers()["x-smg-error-code"]),
+        (504, &"request_timeout".parse().unwrap())
+    );
+    assert_eq!([prefill.generation_count(), decode.generation_count()], [1, 1]);
+    assert_eq!(smg.metric("smg_worker_cb_outcomes_total", &[("outcome", "failure")]).await, 0.0);
+}
+
+#[tokio::test]
 async fn workers_are_probed_where_operators_say_or_not_at_all() {
     let every_second = ["--health-check-interval-secs", "1", "--health-failure-threshold", "1"];
     let probed =

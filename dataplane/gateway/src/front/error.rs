@@ -104,9 +104,6 @@ pub enum GatewayError {
     /// What the gRPC pipeline refuses or failed to do.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// Reading the body failed for a reason that is not in it.
-    #[error("the request body could not be read")]
-    Unread,
     /// The request's time was over before a worker was asked.
     #[error("The request timed out before a worker was asked")]
     OutOfTime,
@@ -145,7 +142,6 @@ impl GatewayError {
             Self::Refused(refusal) => refusal.status,
             Self::MoriioRequest(refusal) => refusal.status(),
             Self::MoriioHandoff(_) => StatusCode::BAD_GATEWAY,
-            Self::Unread => StatusCode::INTERNAL_SERVER_ERROR,
             Self::OutOfTime => StatusCode::GATEWAY_TIMEOUT,
             Self::Leg { error, .. } => error.status(),
         }
@@ -180,7 +176,6 @@ impl GatewayError {
             Self::Leg { code, .. } => code,
             Self::NotForPairs(_) | Self::NotOverGrpc(_) => "pd_route_unsupported",
             Self::Refused(refusal) => refusal.code,
-            Self::Unread => "request_body_unread",
             Self::OutOfTime => "request_timeout",
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",

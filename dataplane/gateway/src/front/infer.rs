@@ -48,7 +48,7 @@ where
     let body = match core.heavy.run(length, SMALL, move || ClientBody::parse(bytes, route)).await {
         Ok(Ok(body)) => body,
         Ok(Err(error)) => return GatewayError::Body(error).into_response(),
-        Err(heavy::Failed) => return GatewayError::Unread.into_response(),
+        Err(heavy::Failed) => return GatewayError::BodyBroken("reading it failed".to_owned()).into_response(),
     };
     let trace = head.extensions.get::<Arc<RequestTrace>>().cloned();
     let explain = access::may_see_its_decision(&core, &head.headers);

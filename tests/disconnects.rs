@@ -9,6 +9,8 @@ use futures::StreamExt;
 use futures::future::join_all;
 use serde_json::{Value, json};
 use support::*;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 
 /// How soon an engine must see that the client of its leg has left.
@@ -380,4 +382,22 @@ async fn health_checks_leave_loads_as_they_are() {
     assert_eq!(first.generation_count(), 10);
     clients.iter().for_each(JoinHandle::abort);
     smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_is_noticed_whatever_it_sent_after_its_request() {
+    let serving = Serving::start(Dispatch::Regular, &[]).await;
+    serving.output.set_fault(Fault::generation().delay_head(FOREVER));
+    let body = chat_stream().to_string();
+    for more in ["", "\r\n", "GET /liveness HTTP/1.1\r\nhost: a\r\n\r\n", "what is this"] {
+        let count = serving.output.generation_count();
+        let mut client = TcpStream::connect(("127.0.0.1", serving.smg.port)).await.unwrap();
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n";
+        let request = format!("{head}content-length: {}\r\n\r\n{body}{more}", body.len());
+        client.write_all(request.as_bytes()).await.unwrap();
+        serving.output.wait_for_generations(count + 1, PATIENCE).await.unwrap();
+        drop(client);
+        serving.output.wait_until(PATIENCE, |engine| engine.active() == 0).await.expect(more);
+        serving.smg.until_idle().await;
+    }
 }

@@ -119,6 +119,7 @@ impl EtcdFlags {
 
 /// What keeps the fleet state.
 #[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "etcd"), allow(dead_code))]
 pub enum StoreArgs {
     /// The members themselves, each in a directory.
     Raft {

@@ -17,6 +17,7 @@ pub mod overdue;
 pub mod patience;
 pub mod serve;
 pub mod tls;
+mod watched;
 
 use std::future::Future;
 

@@ -114,6 +114,13 @@ impl Activity {
         self.http2.load(Ordering::Relaxed)
     }
 
+    /// Ends when a request of an HTTP/1 connection is in flight. Asked once its client has closed its side, so it is not asked for long.
+    pub async fn until_answering_on_http1(&self) {
+        while self.is_http2() || self.in_flight.load(Ordering::Acquire) == 0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     pub fn retire(&self) {
         self.retiring.store(true, Ordering::Relaxed);
     }

@@ -33,9 +33,12 @@ use crate::mutual::{Callers, MutualTls};
 use crate::overdue::{EndBy, Overdue, Response};
 use crate::patience::{Activity, Noted, Patience, Timeout};
 use crate::tls::ServerTls;
+use crate::watched::{Watch, Watched, watched};
 
 /// How long an unused connection has for its last bytes once it is being closed.
 const LAST_BYTES: Duration = Duration::from_secs(30);
+/// How long a connection whose client has closed its side has for an answer.
+const LAST_ANSWER: Duration = Duration::from_secs(1);
 /// Longest TLS handshake when the head of a request has no limit.
 const MAX_HANDSHAKE: Duration = Duration::from_secs(60);
 
@@ -92,20 +95,29 @@ pub enum ListenerTls {
     Parts(Arc<MutualTls>, Callers),
 }
 
+/// A connection on which TLS was agreed on.
+enum Agreed {
+    Edge(TlsStream<Watched>, Watch),
+    Part(TlsStream<TcpStream>, Caller),
+}
+
 impl ListenerTls {
     /// Agrees on TLS; `None` = it was not agreed on.
-    async fn accept(&self, stream: TcpStream, from: SocketAddr) -> Option<(TlsStream<TcpStream>, Option<Caller>)> {
+    async fn accept(&self, stream: TcpStream, from: SocketAddr) -> Option<Agreed> {
         match self {
-            Self::Edge(tls) => match tls.acceptor().accept(stream).await {
-                Ok(stream) => Some((stream, None)),
-                Err(error) => {
-                    tracing::debug!(target: "smg", %error, "a TLS handshake failed");
-                    None
+            Self::Edge(tls) => {
+                let (stream, watch) = watched(stream);
+                match tls.acceptor().accept(stream).await {
+                    Ok(stream) => Some(Agreed::Edge(stream, watch)),
+                    Err(error) => {
+                        tracing::debug!(target: "smg", %error, "a TLS handshake failed");
+                        None
+                    }
                 }
-            },
+            }
             Self::Parts(tls, callers) => {
                 let (stream, caller) = tls.accept(stream, from, *callers).await?;
-                Some((stream, Some(caller)))
+                Some(Agreed::Part(stream, caller))
             }
         }
     }
@@ -141,6 +153,8 @@ enum Interruption {
     Aged,
     /// Its client broke a limit.
     Broken(Timeout),
+    /// Its client left while it was being answered.
+    Left,
 }
 
 /// Connections of one or more listeners that end together.
@@ -186,7 +200,10 @@ impl Server {
                     // Tokens are small writes: waiting to fill a packet would hold each back.
                     let _ = stream.set_nodelay(true);
                     match &self.options.tls {
-                        None => self.serve_connection(stream, service.clone()),
+                        None => {
+                            let (stream, watch) = watched(stream);
+                            self.serve_watched(stream, Some(watch), service.clone());
+                        }
                         Some(tls) => self.serve_tls(stream, from, tls.clone(), service.clone()),
                     }
                 }
@@ -225,10 +242,19 @@ impl Server {
         S: HttpService<B>,
         B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
     {
+        self.serve_watched(stream, None, service);
+    }
+
+    fn serve_watched<IO, S, B>(&self, stream: IO, watch: Option<Watch>, service: S)
+    where
+        IO: Stream,
+        S: HttpService<B>,
+        B: http_body::Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
+    {
         let server = self.clone();
         self.connections.spawn(async move {
             let _open = Open::new(&server.options);
-            server.drive(stream, None, service).await;
+            server.drive(stream, watch, None, service).await;
         });
     }
 
@@ -247,14 +273,15 @@ impl Server {
                 handshake = tokio::time::timeout(limit, tls.accept(stream, from)) => handshake,
             };
             match handshake {
-                Ok(Some((stream, caller))) => server.drive(stream, caller, service).await,
+                Ok(Some(Agreed::Edge(stream, watch))) => server.drive(stream, Some(watch), None, service).await,
+                Ok(Some(Agreed::Part(stream, caller))) => server.drive(stream, None, Some(caller), service).await,
                 Ok(None) => open.tell(ConnectionEvent::Refused),
                 Err(_) => open.tell(ConnectionEvent::TimedOut(Timeout::HeaderRead)),
             }
         });
     }
 
-    async fn drive<IO, S, B>(self, stream: IO, caller: Option<Caller>, service: S)
+    async fn drive<IO, S, B>(self, stream: IO, watch: Option<Watch>, caller: Option<Caller>, service: S)
     where
         IO: Stream,
         S: HttpService<B>,
@@ -314,12 +341,22 @@ impl Server {
                 None => std::future::pending().await,
             }
         };
+        let left = async {
+            match watch {
+                Some(watch) => watch.closed().await,
+                None => std::future::pending().await,
+            }
+            // Mostly the connection itself sees it, and some have an answer still: that of an upload that broke off.
+            tokio::time::sleep(LAST_ANSWER).await;
+            activity.until_answering_on_http1().await;
+        };
         // Looked at only when one of them has something to say: a connection that is woken by each token has not.
         let mut interruptions = FuturesUnordered::from_iter([
             cut.cancelled().map(|()| Interruption::Cut).boxed(),
             leave.map(|()| Interruption::Leave).boxed(),
             aged.map(|()| Interruption::Aged).boxed(),
             activity.broken(options.patience).map(Interruption::Broken).boxed(),
+            left.map(|()| Interruption::Left).boxed(),
             overdue.watch(|| !activity.is_http2()).map(|()| Interruption::Cut).boxed(),
         ]);
         let mut closing = false;
@@ -327,7 +364,7 @@ impl Server {
             tokio::select! {
                 ended = connection.as_mut() => break ended,
                 Some(interruption) = interruptions.next() => match interruption {
-                    Interruption::Cut => return,
+                    Interruption::Cut | Interruption::Left => return,
                     Interruption::Leave => {
                         closing = true;
                         connection.as_mut().graceful_shutdown();

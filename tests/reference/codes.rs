@@ -86,7 +86,7 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "context_length_exceeded",
-                By(&[("tests/grpc.rs", "a_prompt_longer_than_the_smaller_window_reaches_no_engine")]),
+                By(&[("tests/grpc/refusals.rs", "a_prompt_longer_than_the_smaller_window_reaches_no_engine")]),
             ),
             (
                 "runtime_pd_not_supported",
@@ -94,11 +94,11 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "prefill_worker_failed_to_start, decode_worker_failed_to_start",
-                By(&[("tests/grpc.rs", "a_leg_that_an_engine_refuses_answers_with_its_status_and_words")]),
+                By(&[("tests/grpc/failures.rs", "a_leg_that_an_engine_refuses_answers_with_its_status_and_words")]),
             ),
             (
                 "moriio_grpc_pd_unsupported",
-                By(&[("tests/grpc.rs", "pairs_that_cannot_hand_over_on_this_wire_reach_no_engine")]),
+                By(&[("tests/grpc/refusals.rs", "pairs_that_cannot_hand_over_on_this_wire_reach_no_engine")]),
             ),
         ],
     ),

@@ -40,10 +40,16 @@ pub const TABLES: &[Table] = &[
                 "pd-admission-wait-secs",
                 By(&[("src/cli/tests/policy.rs", "every_fleet_wide_flag_reaches_the_startup_policy")]),
             ),
-            ("chat-template", By(&[("tests/grpc.rs", "a_chat_template_on_disk_is_used_before_that_of_the_model")])),
+            (
+                "chat-template",
+                By(&[("tests/grpc/texts.rs", "a_chat_template_on_disk_is_used_before_that_of_the_model")]),
+            ),
             (
                 "reasoning-parser, tool-call-parser",
-                By(&[("tests/grpc.rs", "reasoning_and_tool_calls_are_told_apart_by_the_parsers_that_flags_name")]),
+                By(&[(
+                    "tests/grpc/texts.rs",
+                    "reasoning_and_tool_calls_are_told_apart_by_the_parsers_that_flags_name",
+                )]),
             ),
             (
                 "model-path, model, tokenizer-path",

@@ -113,7 +113,7 @@ fn codes_of_the_reference(page: &str) -> Vec<String> {
 fn every_error_code_of_the_reference_is_provoked_by_a_test_and_every_code_of_the_gateway_is_in_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = std::fs::read_to_string(root.join("docs/reference/api.md")).unwrap();
-    let tests: String = ["tests", "dataplane/engines/tests", "dataplane/gateway/tests"]
+    let tests: String = ["tests", "tests/grpc", "dataplane/engines/tests", "dataplane/gateway/tests"]
         .iter()
         .filter_map(|folder| std::fs::read_dir(root.join(folder)).ok())
         .flatten()

@@ -30,7 +30,7 @@ pub const TABLES: &[Table] = &[
             (
                 "smg_pd_kv_transfer_duration_seconds",
                 By(&[(
-                    "tests/grpc.rs",
+                    "tests/grpc/answers.rs",
                     "the_time_between_a_handoff_and_its_decode_is_measured_where_legs_are_sequential",
                 )]),
             ),
@@ -74,7 +74,7 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "smg_pd_admission_window",
-                By(&[("tests/grpc.rs", "a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest")]),
+                By(&[("tests/grpc/refusals.rs", "a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest")]),
             ),
             (
                 "smg_pd_prefill_admission_inflight, smg_pd_prefill_admission_queued, smg_pd_prefill_admission_wait_seconds",

@@ -13,7 +13,10 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "TokenSpeed",
-                By(&[("tests/grpc.rs", "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not")]),
+                By(&[(
+                    "tests/grpc/answers.rs",
+                    "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not",
+                )]),
             ),
             (
                 "other runtimes have no PD protocol",
@@ -195,7 +198,10 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "gRPC",
-                By(&[("tests/grpc.rs", "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not")]),
+                By(&[(
+                    "tests/grpc/answers.rs",
+                    "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not",
+                )]),
             ),
         ],
     ),
@@ -456,7 +462,10 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "decode aborts wait for the handoff",
-                By(&[("tests/grpc.rs", "a_prefill_is_aborted_when_the_client_leaves_and_a_silent_decode_is_not_yet")]),
+                By(&[(
+                    "tests/grpc/leaving.rs",
+                    "a_prefill_is_aborted_when_the_client_leaves_and_a_silent_decode_is_not_yet",
+                )]),
             ),
             (
                 "streams start on the response heads, the prefill drains",
@@ -496,7 +505,10 @@ pub const TABLES: &[Table] = &[
                 "vLLM needs none",
                 By(&[("tests/connectors.rs", "several_samples_skip_the_prefill_leg_and_leave_the_body_alone")]),
             ),
-            ("gRPC", By(&[("tests/grpc.rs", "samples_are_dispatches_of_their_own_and_come_back_as_one_answer")])),
+            (
+                "gRPC",
+                By(&[("tests/grpc/answers.rs", "samples_are_dispatches_of_their_own_and_come_back_as_one_answer")]),
+            ),
         ],
     ),
     (
@@ -506,7 +518,7 @@ pub const TABLES: &[Table] = &[
                 "over HTTP both legs receive the media as sent",
                 By(&[("tests/fidelity.rs", "media_arrives_byte_for_byte_on_both_legs")]),
             ),
-            ("gRPC", By(&[("tests/grpc.rs", "requests_that_cannot_be_served_reach_no_engine")])),
+            ("gRPC", By(&[("tests/grpc/refusals.rs", "requests_that_cannot_be_served_reach_no_engine")])),
         ],
     ),
     (

@@ -73,6 +73,8 @@ fields! {
     Input = "input",
     /// System prompt of a response.
     Instructions = "instructions",
+    /// The response that another goes on from.
+    PreviousResponseId = "previous_response_id",
     /// Query of a reranking.
     Query = "query",
     /// Prompt of SGLang's `/generate` as token ids.

@@ -24,6 +24,7 @@ const CLIENT: [&str; 2] = ["x-forwarded-for", "cookie"];
 #[derive(Debug)]
 pub struct Hints<'a> {
     body: &'a ClientBody,
+    tokens: Option<&'a [u32]>,
     prompt: OnceCell<Prompt<'a>>,
     routing_key: Option<&'a str>,
     session: OnceCell<Option<String>>,
@@ -34,7 +35,7 @@ pub struct Hints<'a> {
 #[derive(Debug)]
 struct Prompt<'a> {
     text: Cow<'a, str>,
-    token_ids: Option<Vec<u32>>,
+    token_ids: Option<Cow<'a, [u32]>>,
     cache_salt: Option<Cow<'a, str>>,
     extra_key: Option<Cow<'a, str>>,
     lora_path: Option<Cow<'a, str>>,
@@ -46,12 +47,24 @@ impl<'a> Hints<'a> {
         let valid = |key: &&str| key.len() <= MAX_ROUTING_KEY;
         Self {
             body,
+            tokens: None,
             prompt: OnceCell::new(),
             routing_key: routing_key_headers.iter().find_map(|name| text(headers, name).filter(valid)),
             session: OnceCell::new(),
             client: CLIENT.iter().find_map(|name| text(headers, name)),
             target_worker: text(headers, TARGET_WORKER.as_str()).and_then(|index| index.parse().ok()),
         }
+    }
+
+    /// With the prompt as the gateway itself has tokenized it: what it will be in the caches of engines, template and tools included.
+    #[must_use]
+    pub fn with_tokens(mut self, tokens: Option<&'a [u32]>) -> Self {
+        self.tokens = tokens;
+        self
+    }
+
+    fn prompt(&self) -> &Prompt<'a> {
+        self.prompt.get_or_init(|| Prompt::read(self.body, self.tokens))
     }
 
     /// The client's routing key.
@@ -66,7 +79,7 @@ impl<'a> Hints<'a> {
 
     /// What the prompt costs to compute, in tokens: their number where the client sent tokens, else 1.3 for each word; at least 1.
     pub fn prompt_cost(&self) -> u64 {
-        let prompt = self.prompt.get_or_init(|| Prompt::read(self.body));
+        let prompt = self.prompt();
         let words = || (prompt.text.split_whitespace().count() as f64 * 1.3).ceil() as u64;
         prompt.token_ids.as_ref().map_or_else(words, |ids| ids.len() as u64).max(1)
     }
@@ -79,7 +92,7 @@ impl<'a> Hints<'a> {
         if !policy.reads_prompt() {
             return view;
         }
-        let prompt = self.prompt.get_or_init(|| Prompt::read(self.body));
+        let prompt = self.prompt();
         let partition = Partition {
             cache_salt: prompt.cache_salt.as_deref(),
             extra_key: prompt.extra_key.as_deref(),
@@ -90,10 +103,11 @@ impl<'a> Hints<'a> {
 }
 
 impl<'a> Prompt<'a> {
-    fn read(body: &'a ClientBody) -> Self {
+    fn read(body: &'a ClientBody, tokens: Option<&'a [u32]>) -> Self {
         Self {
-            text: body.routing_text(),
-            token_ids: body.routing_token_ids(),
+            // Where tokens are known they go before the text.
+            text: if tokens.is_some() { Cow::Borrowed("") } else { body.routing_text() },
+            token_ids: tokens.map(Cow::Borrowed).or_else(|| body.routing_token_ids().map(Cow::Owned)),
             cache_salt: body.routing_value(Field::CacheSalt),
             extra_key: body.routing_value(Field::ExtraKey),
             lora_path: body.routing_value(Field::LoraPath),
@@ -213,5 +227,15 @@ mod tests {
         assert_eq!((seeing.text, seeing.token_ids), (Some("once"), None));
         let partition = Partition { cache_salt: Some("s"), extra_key: None, lora_path: Some(r#"["l"]"#) };
         assert_eq!(seeing.partition, partition);
+    }
+
+    #[test]
+    fn a_prompt_that_the_gateway_tokenized_is_seen_as_its_tokens() {
+        let body = body(r#"{"text":"once upon a time","cache_salt":"s"}"#);
+        let headers = headers(&[]);
+        let hints = Hints::new(&headers, &body, &names()).with_tokens(Some(&[7, 8, 9]));
+        let view = hints.view("m", &*build(PolicyName::PrefixHash, Leg::Prefill).unwrap(), 0);
+        assert_eq!((view.token_ids, view.text, view.partition.cache_salt), (Some(&[7, 8, 9][..]), Some(""), Some("s")));
+        assert_eq!(hints.prompt_cost(), 3);
     }
 }

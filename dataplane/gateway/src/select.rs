@@ -53,8 +53,35 @@ pub enum SelectError {
         retry_after_secs: u32,
     },
     /// No prefill shares a KV transfer protocol with any decode.
-    #[error("No prefill/decode pair shares a KV transfer protocol (mismatch on {:?}; prefill: {:?}, decode: {:?})", .0.components, .0.prefill_keys, .0.decode_keys)]
+    #[error("No prefill/decode pair{} shares a KV transfer protocol (mismatch on {:?}; prefill: {:?}, decode: {:?})", .0.of_model(), .0.components, .0.prefill_keys, .0.decode_keys)]
     Incompatible(Mismatch),
+    /// The model's workers speak gRPC, and one leg has none.
+    #[error(
+        "No {leg} worker is registered for model '{model}' at the moment (its other leg is): the pair is incomplete"
+    )]
+    Incomplete {
+        /// The leg without workers.
+        leg: &'static str,
+        /// Which model.
+        model: Arc<str>,
+    },
+    /// The model's workers speak gRPC, and those that there are cannot serve now.
+    #[error("All workers for model '{0}' are unavailable (unhealthy or circuit breaker open)")]
+    AllUnavailable(Arc<str>),
+}
+
+impl SelectError {
+    /// The same in the words documented for models whose workers speak gRPC.
+    #[must_use]
+    pub fn over_grpc(self, model: &Arc<str>) -> Self {
+        let model = Arc::clone(model);
+        match self {
+            Self::Empty(leg) => Self::Incomplete { leg, model },
+            Self::Unavailable(_) | Self::NoPartner => Self::AllUnavailable(model),
+            Self::Incompatible(mismatch) => Self::Incompatible(Mismatch { model: Some(model), ..mismatch }),
+            other => other,
+        }
+    }
 }
 
 /// The workers of one attempt, claimed.

@@ -156,6 +156,11 @@ impl Failed {
         matches!(&self.failure, Failure::Gateway(error) if error.is_of_the_pair())
     }
 
+    /// Whether only workers over gRPC cannot serve the request.
+    pub(super) fn is_of_the_wire(&self) -> bool {
+        matches!(&self.failure, Failure::Gateway(GatewayError::Refused(refusal)) if refusal.of_the_wire)
+    }
+
     pub(super) fn status(&self) -> StatusCode {
         match &self.failure {
             Failure::Gateway(error) => error.status(),

@@ -24,6 +24,7 @@ mod regular;
 mod respond;
 pub mod scope;
 mod sequential;
+mod wire;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +46,7 @@ use crate::fleet::table::{Lookup, ModelPool, UNKNOWN_MODEL};
 use crate::fleet::worker::RoutedWorker;
 use crate::front::error::GatewayError;
 use crate::grpc;
+use crate::grpc::prepare::Prepared;
 use crate::heavy;
 use crate::hints::Hints;
 use crate::resilience::retry;
@@ -106,7 +108,7 @@ async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>
         Lookup::Pool(pool) if request.route.legs() == Legs::RegularOnly && pool.regulars.is_empty() => {
             return refuse(core, request, GatewayError::NotForPairs(request.route.path()));
         }
-        Lookup::Pool(pool) if needs_http(request.route) && !speaks_http(request.route, &pool) => {
+        Lookup::Pool(pool) if wire::needs_http(request.route) && !wire::speaks_http(request.route, &pool) => {
             return refuse(core, request, GatewayError::NotOverGrpc(request.route.path()));
         }
         Lookup::Pool(pool) => pool,
@@ -128,15 +130,6 @@ async fn route(core: &Arc<Core>, request: &Inbound) -> (Decision, Response<Body>
         run_attempts(core, request, pool, decision.clone()).await
     };
     (decision, response)
-}
-
-/// Whether only workers that speak HTTP can serve a route: over gRPC engines generate, and the gateway counts tokens itself.
-fn needs_http(route: Route) -> bool {
-    matches!(route, Route::Rerank | Route::Embeddings | Route::Classify)
-}
-
-fn speaks_http(route: Route, pool: &ModelPool) -> bool {
-    if route.legs() == Legs::RegularOnly { pool.has_regular_http() } else { pool.wires.http }
 }
 
 fn open_record(core: &Core, request: &Inbound, model: &str) -> Record {
@@ -198,10 +191,12 @@ async fn run_attempts(
         }
     }
     pool.budget.earn();
+    let mut wire = wire::sole(core, request, &pool);
     let mut tried = Tried::default();
     let mut last: Option<Failed> = None;
-    for attempt in 0..attempts {
-        if attempt > 0 {
+    let (mut attempt, mut refused) = (0, false);
+    while attempt < attempts {
+        if attempt > 0 && !std::mem::take(&mut refused) {
             if !pool.budget.spend(core.clock.now_ms(), &pool.settings.retry) {
                 let endpoint = request.route.endpoint_label();
                 core.metrics.worker_retries_refused.with_label_values(&[worker_type(&pool), endpoint]).inc();
@@ -221,7 +216,10 @@ async fn run_attempts(
             break;
         }
         decision.begin_selection();
-        let (selection, trace) = match admit(core, request, &mut pool, &tried, deadline).await {
+        // What policies remember of prompts is to be of one kind.
+        let tokens = prepared.as_deref().filter(|_| !pool.wires.http).and_then(Prepared::first_prompt);
+        let wish = Wish { tried: &tried, wire, tokens };
+        let (selection, trace) = match admit(core, request, &mut pool, wish, deadline).await {
             (Ok(selection), trace) => (selection, trace),
             (Err(error), trace) => {
                 note_refusal(&decision, &pool, &error, trace);
@@ -232,7 +230,8 @@ async fn run_attempts(
         };
         let job = begin(core, request, &pool, &decision, &selection, trace, deadline);
         let [prefill, decode] = selection.ids();
-        let served = match selection.wire() {
+        let selected = selection.wire();
+        let served = match selected {
             Wire::Grpc => Box::pin(grpc::serve(&job, selection, &mut prepared, &mut scope)).await,
             _ => run(&job, selection, &mut scope).await,
         };
@@ -243,6 +242,15 @@ async fn run_attempts(
                 tracing::debug!(target: ROUTERS, request_id = %request.request_id, %status, message, "attempt failed");
                 let message = words::cut(message, words::KEPT);
                 job.note(|attempt, now| (attempt.error, attempt.failed_ms) = (Some(message), Some(now)));
+                if failed.is_of_the_wire() && wire.is_none() && pool.serves_over(Wire::Http) {
+                    // No leg was sent: this was no attempt.
+                    (wire, refused) = (Some(Wire::Http), true);
+                    continue;
+                }
+                if let Some(scope) = &mut scope {
+                    scope.runs_on(selected);
+                }
+                attempt += 1;
                 tried.note(prefill, decode, failed.blamed);
                 if failed.rules_out_the_pair() {
                     tried.rule_out(prefill, decode);
@@ -268,18 +276,29 @@ async fn run_attempts(
     failed.into_response(core, deadline).await
 }
 
+/// What an attempt wants of its workers.
+#[derive(Clone, Copy)]
+struct Wish<'a> {
+    /// What earlier attempts tried.
+    tried: &'a Tried,
+    /// The wire that they must speak, if only one will do.
+    wire: Option<Wire>,
+    /// The prompt, where the gateway has tokenized it.
+    tokens: Option<&'a [u32]>,
+}
+
 /// Selects the workers of an attempt, and waits in line where prefill workers are limited and all of them are busy.
 async fn admit(
     core: &Core,
     request: &Inbound,
     pool: &mut Arc<ModelPool>,
-    tried: &Tried,
+    wish: Wish<'_>,
     deadline: Instant,
 ) -> (Result<Selection, GatewayError>, select::Trace) {
     let admission = pool.settings.prefill_admission;
     let limited = admission.limit.is_some() && request.route.legs() == Legs::Pair;
     if !limited || !pool.queue.is_busy() {
-        let (selection, trace) = choose(core, request, pool, tried);
+        let (selection, trace) = choose(core, request, pool, wish);
         match selection {
             Err(SelectError::PrefillFull) => {}
             selection => return (selection.map_err(GatewayError::Select), trace),
@@ -301,7 +320,7 @@ async fn admit(
         if let Lookup::Pool(newer) = core.table.load().lookup(request.body.model()) {
             *pool = newer;
         }
-        let (selection, trace) = choose(core, request, pool, tried);
+        let (selection, trace) = choose(core, request, pool, wish);
         (!matches!(selection, Err(SelectError::PrefillFull))).then_some((selection, trace))
     });
     let chosen = chosen.await;
@@ -321,27 +340,29 @@ fn choose(
     core: &Core,
     request: &Inbound,
     pool: &ModelPool,
-    tried: &Tried,
+    wish: Wish<'_>,
 ) -> (Result<Selection, SelectError>, select::Trace) {
     let bytes = request.body.bytes().len();
-    heavy::in_place(bytes, LARGE, || choose_here(core, request, pool, tried))
+    heavy::in_place(bytes, LARGE, || choose_here(core, request, pool, wish))
 }
 
 fn choose_here(
     core: &Core,
     request: &Inbound,
     pool: &ModelPool,
-    tried: &Tried,
+    wish: Wish<'_>,
 ) -> (Result<Selection, SelectError>, select::Trace) {
-    let hints = Hints::new(&request.headers, &request.body, &core.options.routing_key_headers);
+    let Wish { tried, wire, tokens } = wish;
+    let hints = Hints::new(&request.headers, &request.body, &core.options.routing_key_headers).with_tokens(tokens);
     let mut trace = select::Trace::default();
     let load_interval_secs = core.options.load.interval_secs();
-    let wire = (needs_http(request.route) || request.route == Route::CountTokens).then_some(Wire::Http);
     let choice = Choice { pool, tried, hints: &hints, wire, now_ms: core.clock.now_ms(), load_interval_secs };
     let selection = match request.route.legs() {
         Legs::Pair => select::select(&choice, rand::random, &mut trace),
         legs => select::select_one(&choice, legs, rand::random, &mut trace),
     };
+    let over_grpc = pool.wires.only() == Some(Wire::Grpc);
+    let selection = selection.map_err(|error| if over_grpc { error.over_grpc(&pool.model) } else { error });
     if let Ok(selection) = &selection {
         trace.exclusions.extend(tried.passed_over(pool, selection));
     }

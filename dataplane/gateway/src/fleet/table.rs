@@ -52,12 +52,21 @@ pub struct PrefillEntry {
 /// Why no prefill pairs with any decode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mismatch {
+    /// The model, where the message names it.
+    pub model: Option<Arc<str>>,
     /// Every component that keeps a pair apart.
     pub components: Vec<String>,
     /// The prefills' keys.
     pub prefill_keys: Vec<String>,
     /// The decodes' keys.
     pub decode_keys: Vec<String>,
+}
+
+impl Mismatch {
+    /// The model as messages name it.
+    pub fn of_model(&self) -> String {
+        self.model.as_ref().map(|model| format!(" for model '{model}'")).unwrap_or_default()
+    }
 }
 
 /// The instances of one model's policies. Each leg has its own, so that stateful ones do not disturb each other.
@@ -156,6 +165,12 @@ impl ModelPool {
     /// Whether some regular worker speaks HTTP.
     pub fn has_regular_http(&self) -> bool {
         self.regulars.iter().any(|worker| worker.record.wire() == Wire::Http)
+    }
+
+    /// Whether its workers of this wire can serve a request: one alone, or a pair.
+    pub fn serves_over(&self, wire: Wire) -> bool {
+        let paired = |entry: &PrefillEntry| entry.worker.record.wire() == wire && !entry.partners.is_empty();
+        self.regulars.iter().any(|worker| worker.record.wire() == wire) || self.prefills.iter().any(paired)
     }
 
     /// The workers of a leg, available or not.
@@ -534,6 +549,7 @@ fn pair(
     }
     let unpaired = !entries.is_empty() && !decodes.is_empty() && entries.iter().all(|entry| entry.partners.is_empty());
     let mismatch = unpaired.then(|| Mismatch {
+        model: None,
         components: components.into_iter().collect(),
         prefill_keys: keys(entries.iter().map(|entry| &entry.worker)),
         decode_keys: keys(decodes.iter()),

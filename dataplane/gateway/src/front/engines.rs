@@ -121,29 +121,69 @@ fn first_of(workers: &[Arc<Worker>], role: WorkerType) -> Option<&Arc<Worker>> {
     workers.iter().find(|worker| worker.spec.worker_type == role)
 }
 
-async fn pass_through(front: &Front, path: &str) -> Response<Body> {
-    let workers = reachable(&front.core);
-    let chosen = first_of(&workers, WorkerType::Prefill).or_else(|| first_of(&workers, WorkerType::Regular));
-    let Some(worker) = chosen else { return GatewayError::Select(SelectError::NoPrefillServers).into_response() };
-    match ask(&front.core, worker, Method::GET, path, ASK_TIMEOUT).await {
+/// What an engine is asked about.
+#[derive(Clone, Copy)]
+enum Subject {
+    Server,
+    Model,
+}
+
+/// The engine that speaks for all: the first prefill, else regular one, of those over HTTP if there are any.
+fn spokesman(core: &Core) -> Option<Arc<Worker>> {
+    let workers = able(core);
+    let of = |wire, role| workers.iter().find(move |worker| worker.wire() == wire && worker.spec.worker_type == role);
+    let roles = [WorkerType::Prefill, WorkerType::Regular];
+    [Wire::Http, Wire::Grpc].into_iter().find_map(|wire| roles.into_iter().find_map(|role| of(wire, role))).cloned()
+}
+
+async fn tell(front: &Front, subject: Subject) -> Response<Body> {
+    let Some(worker) = spokesman(&front.core) else {
+        return GatewayError::Select(SelectError::NoPrefillServers).into_response();
+    };
+    let failed = |reason: String| envelope(StatusCode::BAD_GATEWAY, "prefill_request_failed", &reason);
+    if worker.wire() == Wire::Grpc {
+        return match tell_over_grpc(&front.core, &worker, subject).await {
+            Ok(answer) => json_response(StatusCode::OK, &answer),
+            Err(reason) => failed(reason),
+        };
+    }
+    let path = match subject {
+        Subject::Server => "/get_server_info",
+        Subject::Model => "/get_model_info",
+    };
+    match ask(&front.core, &worker, Method::GET, path, ASK_TIMEOUT).await {
         Ok(answer) => {
             let mut response = Response::new(Body::from(answer.body));
             *response.status_mut() = answer.head.status;
             *response.headers_mut() = relay_headers(&answer.head.headers);
             response
         }
-        Err(reason) => envelope(StatusCode::BAD_GATEWAY, "prefill_request_failed", &reason),
+        Err(reason) => failed(reason),
+    }
+}
+
+async fn tell_over_grpc(core: &Core, worker: &Worker, subject: Subject) -> Result<Value, String> {
+    let client = client_of(core, worker).ok_or("its engine is not known here")?;
+    let asked = async {
+        match subject {
+            Subject::Server => client.server_info().await,
+            Subject::Model => client.model_info().await,
+        }
+    };
+    match tokio::time::timeout(ASK_TIMEOUT, asked).await {
+        Ok(answer) => answer.map_err(|status| status.message().to_owned()),
+        Err(_) => Err("no answer in time".to_owned()),
     }
 }
 
 /// `GET /get_server_info`: what the first prefill (else regular) engine says about itself.
 pub(super) async fn server_info(State(front): State<Front>) -> Response<Body> {
-    pass_through(&front, "/get_server_info").await
+    tell(&front, Subject::Server).await
 }
 
 /// `GET /get_model_info`: what it says about its model.
 pub(super) async fn model_info(State(front): State<Front>) -> Response<Body> {
-    pass_through(&front, "/get_model_info").await
+    tell(&front, Subject::Model).await
 }
 
 /// `GET /health_generate`: whether both legs of a pair (or a regular engine) generate; over gRPC, whether they are well by their own word.

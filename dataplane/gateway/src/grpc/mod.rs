@@ -21,6 +21,7 @@
 pub mod assemble;
 pub mod claim;
 pub mod client;
+pub mod describe;
 mod dispatch;
 pub mod leg;
 pub mod loads;
@@ -118,10 +119,7 @@ pub(crate) async fn serve(
     prepared: &mut Option<Arc<Prepared>>,
     scope: &mut Option<Scope>,
 ) -> Result<Response<Body>, Failed> {
-    if let Some(scope) = scope {
-        scope.runs_on(Wire::Grpc);
-    }
-    let refuse = |refusal: Refusal| Failed::gateway(GatewayError::Refused(refusal), None);
+    let refuse = |refusal: Refusal| Failed::gateway(GatewayError::Refused(refusal.of_the_wire()), None);
     let request = match prepared {
         Some(request) => Arc::clone(request),
         None => {
@@ -136,10 +134,14 @@ pub(crate) async fn serve(
     };
     check_runtimes(prefill.as_ref(), &output).map_err(refuse)?;
     check_window(&request, &job.model, prefill.as_ref(), &output).map_err(refuse)?;
+    if let Some(scope) = scope {
+        scope.runs_on(Wire::Grpc);
+    }
     if request.asks_for_nothing() {
         return Ok(respond::nothing(job, &request, scope));
     }
-    let (attempt, claims) = admit(job, &request, prefill, output).await.map_err(refuse)?;
+    let admitted = admit(job, &request, prefill, output).await;
+    let (attempt, claims) = admitted.map_err(|refusal| Failed::gateway(GatewayError::Refused(refusal), None))?;
     let dispatched = StdInstant::now();
     let worker = Arc::clone(&attempt.output.worker);
     let running = attempt.run(claims).await?;

@@ -210,6 +210,11 @@ impl Prepared {
         self.asked.sampling.max_tokens == Some(0) && self.asked.logprobs.is_none()
     }
 
+    /// The tokens of its first prompt, which decide where a request is placed.
+    pub fn first_prompt(&self) -> Option<&[u32]> {
+        self.prompts.first().map(|prompt| &*prompt.ids)
+    }
+
     /// Tokens of the longest prompt.
     pub fn longest_prompt(&self) -> usize {
         self.prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0)
@@ -289,7 +294,7 @@ impl Prepared {
     /// The engine cannot be asked that.
     pub(super) fn for_engine(&self, worker: &RoutedWorker, share: &Share) -> Result<Stamped, Refusal> {
         let ask = self.ask(worker, share);
-        let refused = |error: wire::RequestError| Refusal::bad("invalid_value", error.to_string());
+        let refused = |error: wire::RequestError| Refusal::bad("invalid_value", error.to_string()).of_the_wire();
         Ok(match worker.engine() {
             Runtime::Vllm => Stamped::Vllm(wire::vllm::request(&ask).map_err(refused)?),
             Runtime::Tokenspeed => {
@@ -315,7 +320,7 @@ impl Prepared {
     /// The engine cannot be asked that.
     pub(super) fn for_vllm(&self, worker: &RoutedWorker, share: &Share) -> Result<vllm::GenerateRequest, Refusal> {
         let request = wire::vllm::request(&self.ask(worker, share));
-        request.map_err(|error| Refusal::bad("invalid_value", error.to_string()))
+        request.map_err(|error| Refusal::bad("invalid_value", error.to_string()).of_the_wire())
     }
 }
 

@@ -22,6 +22,9 @@ pub struct Refusal {
     pub retryable: bool,
     /// Whether only one on another pair may.
     pub elsewhere: bool,
+    /// Whether the request was refused for what workers over gRPC, or the gateway on their behalf, cannot do: workers that speak HTTP see
+    /// the request as the client sent it, and may.
+    pub of_the_wire: bool,
 }
 
 impl Refusal {
@@ -32,7 +35,14 @@ impl Refusal {
 
     /// Any refusal that trying again does not change.
     pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, code, message: message.into(), retry_after: None, retryable: false, elsewhere: false }
+        let message = message.into();
+        Self { status, code, message, retry_after: None, retryable: false, elsewhere: false, of_the_wire: false }
+    }
+
+    /// The same, said before any leg was sent: of workers that speak HTTP this says nothing.
+    #[must_use]
+    pub fn of_the_wire(self) -> Self {
+        Self { of_the_wire: true, ..self }
     }
 
     /// The selected engine has no prefill/decode protocol.
@@ -95,7 +105,7 @@ impl Refusal {
     fn of_leg(code: &'static str, message: String, failure: &LegFailure) -> Self {
         let code = failure.code.unwrap_or(code);
         let (retryable, elsewhere) = (failure.retryable, failure.elsewhere);
-        Self { status: failure.status, code, message, retry_after: None, retryable, elsewhere }
+        Self { retryable, elsewhere, ..Self::new(failure.status, code, message) }
     }
 }
 

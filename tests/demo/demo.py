@@ -214,7 +214,7 @@ def exercise(port):
         raise DemoFailed("the streamed text differs from the plain one")
 
 
-def start_engines(processes, binary, engine, connector, roles, model=MODEL):
+def start_engines(processes, binary, engine, connector, roles, model=MODEL, options=()):
     """Starts one engine for each role and returns `(role, url, bootstrap port)` of each."""
     engines = []
     for number, role in enumerate(roles):
@@ -222,6 +222,7 @@ def start_engines(processes, binary, engine, connector, roles, model=MODEL):
         name = f"{engine}-{connector}-{role}-{number}"
         command = [binary, "--engine", engine, "--role", role, "--connector", connector, "--port", str(port)]
         command += ["--bootstrap-port", str(bootstrap), "--side-channel-port", str(side_channel), "--model", model]
+        command += options
         process, log = processes.start(name, command)
         engines.append((role, name, process, log, bootstrap))
     lines = [(role, processes.wait_for_line(name, process, log, "ready "), bootstrap)

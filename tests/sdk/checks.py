@@ -1,48 +1,15 @@
-"""What the official clients must see of a gateway. Run by sdk.py: `checks.py URL MODEL`, with the clients installed.
-
-Every check is a function whose name is a sentence. Answers must arrive whole and streamed with the same text, errors as
-the exception class that the client's users catch.
-"""
+"""What the official clients must see of a gateway. Run by sdk.py: `checks.py URL MODEL`, with the clients installed."""
 
 import sys
 
 import anthropic
 import openai
 
-URL, MODEL = sys.argv[1:3]
+from harness import ANTHROPIC, MODEL, OPENAI, check, expect, raises, run
+
 PROMPT = "Why do prefill and decode run on different machines?"
 TOKENS = 12
-CHECKS = []
-
-OPENAI = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=30)
-ANTHROPIC = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=30)
 MESSAGES = [{"role": "user", "content": PROMPT}]
-
-
-def check(function):
-    CHECKS.append(function)
-    return function
-
-
-def expect(condition, found):
-    if not condition:
-        raise AssertionError(f"found {found!r}")
-
-
-def raises(kind, call, **fields):
-    """The exception of exactly this class that `call` raises, its fields as given."""
-    try:
-        call()
-    except openai.APIError as error:
-        caught = error
-    except anthropic.APIError as error:
-        caught = error
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
-    expect(type(caught) is kind, caught)
-    for name, value in fields.items():
-        expect(getattr(caught, name) == value, {name: getattr(caught, name)})
-    return caught
 
 
 # --- the OpenAI client
@@ -87,12 +54,13 @@ def openai_completions_are_the_same_whole_and_streamed():
 @check
 def openai_responses_are_the_same_whole_and_streamed():
     whole = OPENAI.responses.create(model=MODEL, input=PROMPT, max_output_tokens=TOKENS)
-    expect(whole.status == "completed" and whole.output_text, whole)
+    # Where the gateway itself writes the response it says that the limit cut it; the mock engines over HTTP do not.
+    expect(whole.status in ("completed", "incomplete") and whole.output_text, whole)
     stream = OPENAI.responses.create(model=MODEL, input=PROMPT, max_output_tokens=TOKENS, stream=True)
     events = list(stream)
     streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     expect(streamed == whole.output_text, streamed)
-    expect(events[-1].type == "response.completed" and events[-1].response.output_text == streamed, events[-1])
+    expect(events[-1].type == f"response.{whole.status}" and events[-1].response.output_text == streamed, events[-1])
     expect([event.sequence_number for event in events] == list(range(len(events))), events)
 
 
@@ -101,7 +69,7 @@ def openai_raw_responses_carry_the_request_id_and_the_worker():
     raw = OPENAI.chat.completions.with_raw_response.create(
         model=MODEL, messages=MESSAGES, max_tokens=1, extra_headers={"X-Request-Id": "sdk-raw-1"})
     expect(raw.headers["x-request-id"] == "sdk-raw-1", raw.headers)
-    expect(raw.headers["x-smg-routed-worker-id"].startswith("http://"), raw.headers)
+    expect(raw.headers["x-smg-routed-worker-id"].startswith(("http://", "grpc://")), raw.headers)
     expect(raw.parse().choices[0].message.content, raw)
 
 
@@ -136,8 +104,11 @@ def anthropic_messages_are_the_same_whole_and_streamed():
     expect(text and whole.stop_reason == "max_tokens" and whole.usage.output_tokens == TOKENS, whole)
     events = list(ANTHROPIC.messages.create(model=MODEL, max_tokens=TOKENS, messages=MESSAGES, stream=True))
     kinds = [event.type for event in events]
-    deltas = ["content_block_delta"] * TOKENS
-    expected = ["message_start", "content_block_start", *deltas, "content_block_stop", "message_delta", "message_stop"]
+    deltas = kinds.count("content_block_delta")
+    # A token may be part of a character only: then there is an event less.
+    expect(TOKENS // 2 <= deltas <= TOKENS, kinds)
+    inside = ["content_block_delta"] * deltas
+    expected = ["message_start", "content_block_start", *inside, "content_block_stop", "message_delta", "message_stop"]
     expect(kinds == expected, kinds)
     expect("".join(event.delta.text for event in events if event.type == "content_block_delta") == text, events)
 
@@ -170,18 +141,5 @@ def anthropic_errors_are_the_classes_that_users_catch():
     expect(error.body["type"] == "error", error.body)
 
 
-def main():
-    failed = 0
-    for function in CHECKS:
-        try:
-            function()
-            print(f"  ok      {function.__name__}", flush=True)
-        except Exception as error:  # noqa: BLE001  every check is run and reported
-            failed += 1
-            print(f"  FAILED  {function.__name__}: {type(error).__name__}: {error}", flush=True)
-    print(f"  openai {openai.__version__}, anthropic {anthropic.__version__}: {len(CHECKS) - failed} of {len(CHECKS)}")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -2,8 +2,9 @@
 """Runs the official OpenAI and Anthropic Python clients against the real `smg` in front of mock engines.
 
 Installs the pinned clients once into `${XDG_CACHE_HOME:-$HOME/.cache}/smg-sdk`, builds the gateway and the mock engines,
-and runs `checks.py` with those clients against an SGLang pair and a vLLM pair with the NIXL connector. Everything that
-was started is stopped again. The exit code is 0 only when every check of every fleet holds, and 2 when the clients
+and runs `checks.py` with those clients against an SGLang pair and a vLLM pair with the NIXL connector, over HTTP and over
+gRPC, and a TokenSpeed pair. In front of gRPC pairs whose engines call a tool it runs `checks_tools.py`: there the gateway
+itself reads calls and reasoning out of tokens. Everything that was started is stopped again. The exit code is 0 only when every check of every fleet holds, and 2 when the clients
 cannot be installed: that is said, never passed over.
 """
 
@@ -56,8 +57,8 @@ def install(command, needs):
         raise NotInstalled(f"`{' '.join(command)}` failed; needed: {needs}\n{done.stdout[-2000:]}")
 
 
-def check(python, port, fleet):
-    command = [str(python), str(HERE / "checks.py"), f"http://127.0.0.1:{port}", demo.MODEL]
+def check(python, port, fleet, checks="checks.py"):
+    command = [str(python), str(HERE / checks), f"http://127.0.0.1:{port}", demo.MODEL]
     # Keys and addresses of real services are none of this test's business.
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith(("OPENAI_", "ANTHROPIC_")) and not name.lower().endswith("_proxy")}
@@ -91,6 +92,33 @@ def vllm(processes, binaries, python):
     check(python, port, "vLLM")
 
 
+SAID = ("<think>Which city?</think>Let me look.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>')
+GRPC = [("SGLang", "sglang", "none"), ("vLLM with NixlConnector", "vllm", "nixl"), ("TokenSpeed", "tokenspeed", "none")]
+
+
+def over_grpc(name, engine, connector, checks, options=(), flags=()):
+    """A pair over gRPC, and the checks in front of it."""
+    def fleet(processes, binaries, python):
+        print(f"\n{name} over gRPC: {checks}", flush=True)
+        workers = []
+        engines = demo.start_engines(processes, binaries["mock-engine"], engine, connector, ["prefill", "decode"],
+                                     options=["--grpc", *options])
+        for role, url, bootstrap in engines:
+            workers += [f"--{role}", url] + ([str(bootstrap)] if role == "prefill" else [])
+        port = demo.start_gateway(processes, binaries["smg"], [*workers, *flags])
+        check(python, port, f"{name} over gRPC", checks)
+    return fleet
+
+
+def fleets():
+    """Every fleet with its checks."""
+    parsers = ["--reasoning-parser", "qwen3", "--tool-call-parser", "qwen"]
+    plain = [over_grpc(*engine, "checks.py") for engine in GRPC]
+    calling = [over_grpc(*engine, "checks_tools.py", ["--reply", SAID], parsers) for engine in GRPC]
+    return [sglang, vllm, *plain, *calling]
+
+
 def main():
     try:
         python = clients()
@@ -99,13 +127,13 @@ def main():
         return 2
     try:
         binaries = demo.build()
-        for fleet in (sglang, vllm):
+        for fleet in fleets():
             with tempfile.TemporaryDirectory(prefix="smg-sdk-") as logs, demo.Processes(logs) as processes:
                 fleet(processes, binaries, python)
     except demo.DemoFailed as error:
         print(f"\nsdk checks failed: {error}", file=sys.stderr)
         return 1
-    print("\nsdk checks passed: 2 clients, 2 fleets")
+    print(f"\nsdk checks passed: 2 clients, {len(fleets())} fleets")
     return 0
 
 

@@ -62,6 +62,10 @@ struct Arguments {
     /// Tokens in one message of a streamed answer over gRPC
     #[arg(long, default_value_t = 1)]
     tokens_per_chunk: usize,
+
+    /// Text that every answer over gRPC says, instead of words that follow from the prompt
+    #[arg(long)]
+    reply: Option<String>,
 }
 
 #[tokio::main]
@@ -105,6 +109,7 @@ async fn main() -> io::Result<()> {
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
     let engine = builder.start().await?;
+    engine.replies_with(arguments.reply.as_deref());
     {
         let mut out = io::stdout().lock();
         writeln!(out, "ready {}", engine.url())?;

@@ -12,7 +12,7 @@ mod workload;
 
 use clap::Parser;
 
-use subject::{Fleet, Kind, Subject};
+use subject::{Fleet, Kind, Pairs, Subject};
 use workload::Workload;
 
 /// Any failure ends the run with words: a benchmark that goes on after one measures nothing.
@@ -28,7 +28,8 @@ struct Arguments {
     /// Fewer requests per measurement
     #[arg(long)]
     quick: bool,
-    /// Only these workloads, comma separated: small, b32k, b256k, stream, paced, latency, memory, scale
+    /// Only these workloads, comma separated: small, b32k, b256k, stream, paced, grpc-small, grpc-b32k, grpc-stream, latency, memory,
+    /// scale
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Folder of the smg and mock-engine binaries [default: that of this program]
@@ -41,6 +42,9 @@ struct Arguments {
     /// The same in front of the vLLM pair
     #[arg(long)]
     vllm_peer: Vec<String>,
+    /// The same in front of the SGLang pair whose engines speak gRPC
+    #[arg(long)]
+    grpc_peer: Vec<String>,
 }
 
 #[tokio::main]
@@ -59,14 +63,18 @@ async fn run(arguments: Arguments) -> Result<()> {
         Some(folder) => folder,
         None => std::env::current_exe()?.parent().ok_or("no folder of this program")?.to_owned(),
     };
-    let sglang = arguments.peer.iter().map(|peer| (peer, false));
-    let peers = sglang.chain(arguments.vllm_peer.iter().map(|peer| (peer, true))).map(|(peer, vllm)| {
-        let (name, command) = peer.split_once('=').ok_or("a peer is NAME=COMMAND")?;
-        Ok(Kind::Peer { vllm, name: name.to_owned(), command: command.to_owned() })
-    });
-    let peers = peers.collect::<Result<Vec<_>>>()?;
+    let of = |peers: &[String], pairs| -> Result<Vec<Kind>> {
+        let one = |peer: &String| {
+            let (name, command) = peer.split_once('=').ok_or("a peer is NAME=COMMAND")?;
+            Ok(Kind::Peer { pairs, name: name.to_owned(), command: command.to_owned() })
+        };
+        peers.iter().map(one).collect()
+    };
+    let mut peers = of(&arguments.peer, Pairs::Sglang)?;
+    peers.extend(of(&arguments.vllm_peer, Pairs::Vllm)?);
+    let grpc_peers = of(&arguments.grpc_peer, Pairs::SglangGrpc)?;
     let floor = binaries.join("smg-bench-floor").display().to_string();
-    let floor = Kind::Peer { vllm: false, name: "floor".to_owned(), command: format!("exec '{floor}'") };
+    let floor = Kind::Peer { pairs: Pairs::Sglang, name: "floor".to_owned(), command: format!("exec '{floor}'") };
     let base = peers.first().unwrap_or(&floor).name();
     let wanted =
         |workload: &Workload| arguments.only.is_empty() || arguments.only.iter().any(|name| name == workload.name());
@@ -78,7 +86,10 @@ async fn run(arguments: Arguments) -> Result<()> {
     for workload in workloads {
         let mut kinds = vec![Kind::Direct, Kind::SmgSglang, Kind::SmgVllm, floor.clone()];
         kinds.extend(peers.iter().cloned());
-        let mut rows = table::Rows::new(workload.name(), workload.describe(), base.clone());
+        kinds.push(Kind::SmgGrpc);
+        kinds.extend(grpc_peers.iter().cloned());
+        let base = if workload.is_over_grpc() { grpc_peers.first().and_then(Kind::name) } else { base.clone() };
+        let mut rows = table::Rows::new(workload.name(), workload.describe(), base);
         for workers in workload.worker_counts() {
             // All subjects are up at once, so that repetitions interleave.
             let mut fleet = Fleet::new(&binaries, workers, &workload);

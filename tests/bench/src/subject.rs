@@ -31,15 +31,34 @@ pub enum Kind {
     SmgSglang,
     /// `smg launch` over vLLM NIXL pairs.
     SmgVllm,
+    /// `smg launch` over SGLang pairs that speak gRPC.
+    SmgGrpc,
     /// Another gateway.
     Peer {
-        /// Over vLLM pairs; over SGLang pairs otherwise.
-        vllm: bool,
+        /// In front of what.
+        pairs: Pairs,
         /// Its name in the table.
         name: String,
         /// How it is started.
         command: String,
     },
+}
+
+/// The engines behind a gateway.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pairs {
+    /// SGLang.
+    Sglang,
+    /// vLLM with NIXL.
+    Vllm,
+    /// SGLang over gRPC.
+    SglangGrpc,
+}
+
+impl Pairs {
+    fn scheme(self) -> &'static str {
+        if self == Self::SglangGrpc { "grpc" } else { "http" }
+    }
 }
 
 /// A running subject with its engines.
@@ -86,21 +105,22 @@ impl Fleet {
     }
 
     async fn of(&mut self, kind: &Kind) -> Result<Rc<Engines>> {
-        let name = match kind {
-            Kind::Direct => "regular",
-            kind if kind.is_vllm() => "vllm",
-            _ => "sglang",
+        let name = match (kind, kind.pairs()) {
+            (Kind::Direct, _) => "regular",
+            (_, Pairs::Vllm) => "vllm",
+            (_, Pairs::Sglang) => "sglang",
+            (_, Pairs::SglangGrpc) => "sglang over gRPC",
         };
         if let Some(engines) = self.started.get(name) {
             return Ok(Rc::clone(engines));
         }
         let engines = if *kind == Kind::Direct {
             let port = free_port()?;
-            let engine = engine(&self.binaries, "sglang", "regular", "none", port, None, self.pace)?;
+            let engine = engine(&self.binaries, Pairs::Sglang, "regular", port, None, self.pace)?;
             answers(&format!("127.0.0.1:{port}"), "/health").await?;
             Engines { processes: vec![engine], prefills: Vec::new(), decodes: vec![format!("http://127.0.0.1:{port}")] }
         } else {
-            start_pairs(&self.binaries, kind.is_vllm(), self.workers, self.pace).await?
+            start_pairs(&self.binaries, kind.pairs(), self.workers, self.pace).await?
         };
         let engines = Rc::new(engines);
         self.started.insert(name, Rc::clone(&engines));
@@ -117,8 +137,14 @@ impl Kind {
         }
     }
 
-    fn is_vllm(&self) -> bool {
-        matches!(self, Kind::SmgVllm | Kind::Peer { vllm: true, .. })
+    /// The engines behind it.
+    pub fn pairs(&self) -> Pairs {
+        match self {
+            Kind::Direct | Kind::SmgSglang => Pairs::Sglang,
+            Kind::SmgVllm => Pairs::Vllm,
+            Kind::SmgGrpc => Pairs::SglangGrpc,
+            Kind::Peer { pairs, .. } => *pairs,
+        }
     }
 }
 
@@ -137,7 +163,6 @@ impl Subject {
         if let (Kind::Direct, Some(engine)) = (kind, engines.decodes.first()) {
             return Ok(Self { kind: kind.clone(), address: address(engine), gateway: None, _engines: engines });
         }
-        let vllm = kind.is_vllm();
         let (port, metrics) = (free_port()?, free_port()?);
         let address = format!("127.0.0.1:{port}");
         let mut command = match kind {
@@ -146,7 +171,7 @@ impl Subject {
                 shell.args(["-c", command]);
                 shell
             }
-            _ => smg(&fleet.binaries, port, metrics, vllm, &engines),
+            _ => smg(&fleet.binaries, port, metrics, kind.pairs() == Pairs::Vllm, &engines),
         };
         let list = |items: Vec<String>| items.join(" ");
         if matches!(kind, Kind::Peer { .. }) {
@@ -179,6 +204,7 @@ impl Subject {
             Kind::Direct => "direct (one engine)",
             Kind::SmgSglang => "smg, SGLang pairs",
             Kind::SmgVllm => "smg, vLLM NIXL pairs",
+            Kind::SmgGrpc => "smg, SGLang pairs over gRPC",
             Kind::Peer { name, .. } => name,
         };
         if several { format!("{name}, {workers} workers") } else { name.to_owned() }
@@ -187,15 +213,18 @@ impl Subject {
 
 fn engine(
     binaries: &Path,
-    engine: &str,
+    pairs: Pairs,
     role: &str,
-    connector: &str,
     port: u16,
     bootstrap: Option<u16>,
     token_delay_ms: u64,
 ) -> Result<Process> {
+    let (engine, connector) = if pairs == Pairs::Vllm { ("vllm", "nixl") } else { ("sglang", "none") };
     let mut command = Command::new(binaries.join("mock-engine"));
     command.args(["--engine", engine, "--role", role, "--connector", connector, "--model", MODEL, "--no-record"]);
+    if pairs == Pairs::SglangGrpc {
+        command.arg("--grpc");
+    }
     command.args(["--port", &port.to_string(), "--token-delay-ms", &token_delay_ms.to_string()]);
     if let Some(bootstrap) = bootstrap {
         command.args(["--bootstrap-port", &bootstrap.to_string()]);
@@ -203,18 +232,20 @@ fn engine(
     Process::start(command)
 }
 
-async fn start_pairs(binaries: &Path, vllm: bool, workers: usize, pace: u64) -> Result<Engines> {
-    let (name, connector) = if vllm { ("vllm", "nixl") } else { ("sglang", "none") };
+async fn start_pairs(binaries: &Path, pairs: Pairs, workers: usize, pace: u64) -> Result<Engines> {
     let mut engines = Engines { processes: Vec::new(), prefills: Vec::new(), decodes: Vec::new() };
     for _ in 0..workers.div_ceil(2) {
         let (prefill, bootstrap, decode) = (free_port()?, free_port()?, free_port()?);
-        let rendezvous = (!vllm).then_some(bootstrap);
-        engines.processes.push(engine(binaries, name, "prefill", connector, prefill, rendezvous, pace)?);
-        engines.processes.push(engine(binaries, name, "decode", connector, decode, None, pace)?);
-        engines.prefills.push((format!("http://127.0.0.1:{prefill}"), bootstrap));
-        engines.decodes.push(format!("http://127.0.0.1:{decode}"));
+        let rendezvous = (pairs != Pairs::Vllm).then_some(bootstrap);
+        engines.processes.push(engine(binaries, pairs, "prefill", prefill, rendezvous, pace)?);
+        engines.processes.push(engine(binaries, pairs, "decode", decode, None, pace)?);
+        let scheme = pairs.scheme();
+        engines.prefills.push((format!("{scheme}://127.0.0.1:{prefill}"), bootstrap));
+        engines.decodes.push(format!("{scheme}://127.0.0.1:{decode}"));
     }
-    for url in engines.prefills.iter().map(|(url, _)| url).chain(&engines.decodes) {
+    // Whoever speaks gRPC answers no GET: its gateway waits for it.
+    let urls = engines.prefills.iter().map(|(url, _)| url).chain(&engines.decodes);
+    for url in urls.filter(|url| url.starts_with("http://")) {
         answers(url.trim_start_matches("http://"), "/health").await?;
     }
     Ok(engines)

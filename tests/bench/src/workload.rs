@@ -8,11 +8,14 @@ use serde_json::json;
 use crate::Result;
 use crate::load::{self, Shot};
 use crate::process::Process;
-use crate::subject::{Kind, Subject};
+use crate::subject::{Kind, Pairs, Subject};
 use crate::table::{Figures, percentile};
 
 /// The model of all engines.
 pub const MODEL: &str = "bench";
+
+/// Tokens of a stream.
+const TOKENS: u64 = 256;
 
 /// A workload.
 #[derive(Debug, Clone)]
@@ -21,6 +24,8 @@ pub enum Workload {
     Closed {
         /// Its name.
         name: &'static str,
+        /// Of engines that speak gRPC.
+        grpc: bool,
         /// Bytes of prompt.
         prompt: usize,
         /// Requests a repetition.
@@ -30,6 +35,8 @@ pub enum Workload {
     Streams {
         /// Its name.
         name: &'static str,
+        /// Of engines that speak gRPC.
+        grpc: bool,
         /// Streams a repetition.
         streams: u64,
         /// Milliseconds between tokens.
@@ -63,11 +70,14 @@ impl Workload {
     pub fn all(quick: bool) -> Vec<Workload> {
         let share = if quick { 5 } else { 1 };
         vec![
-            Workload::Closed { name: "small", prompt: 24, requests: 20_000 / share },
-            Workload::Closed { name: "b32k", prompt: 32 * 1024, requests: 10_000 / share },
-            Workload::Closed { name: "b256k", prompt: 256 * 1024, requests: 2_500 / share },
-            Workload::Streams { name: "stream", streams: 640 / share, pace: 0 },
-            Workload::Streams { name: "paced", streams: 128, pace: 10 },
+            Workload::Closed { name: "small", grpc: false, prompt: 24, requests: 20_000 / share },
+            Workload::Closed { name: "b32k", grpc: false, prompt: 32 * 1024, requests: 10_000 / share },
+            Workload::Closed { name: "b256k", grpc: false, prompt: 256 * 1024, requests: 2_500 / share },
+            Workload::Streams { name: "stream", grpc: false, streams: 640 / share, pace: 0 },
+            Workload::Streams { name: "paced", grpc: false, streams: 128, pace: 10 },
+            Workload::Closed { name: "grpc-small", grpc: true, prompt: 24, requests: 10_000 / share },
+            Workload::Closed { name: "grpc-b32k", grpc: true, prompt: 32 * 1024, requests: 1_500 / share },
+            Workload::Streams { name: "grpc-stream", grpc: true, streams: 640 / share, pace: 0 },
             Workload::Latency { rate: 500.0, duration: Duration::from_secs(if quick { 2 } else { 6 }) },
             Workload::Memory { streams: 2_000 / share as usize, idle: Duration::from_secs(if quick { 5 } else { 60 }) },
             Workload::Scale { requests: 5_000 / share, sizes: if quick { &[2, 32] } else { &[2, 32, 128, 512] } },
@@ -87,11 +97,12 @@ impl Workload {
     /// What it does, in words.
     pub fn describe(&self) -> String {
         match self {
-            Workload::Closed { prompt, requests, .. } => {
-                format!("{requests} requests of {prompt} prompt bytes and 1 output token, 64 connections, closed loop")
-            }
+            Workload::Closed { prompt, requests, .. } => format!(
+                "{requests} requests of {prompt} prompt bytes and 1 output token, 64 connections, closed loop{}",
+                self.wire()
+            ),
             Workload::Streams { streams, pace, .. } => {
-                format!("{streams} streams of 256 tokens, 64 at a time, {pace} ms between tokens")
+                format!("{streams} streams of 256 tokens, 64 at a time, {pace} ms between tokens{}", self.wire())
             }
             Workload::Latency { rate, .. } => {
                 format!("{rate} requests a second, open loop, timed from the intended send")
@@ -103,6 +114,10 @@ impl Workload {
                 format!("{requests} small requests over growing fleets, half of them prefills")
             }
         }
+    }
+
+    fn wire(&self) -> &'static str {
+        if self.is_over_grpc() { "; engines speak gRPC" } else { "" }
     }
 
     /// Fleet sizes to measure.
@@ -149,8 +164,16 @@ impl Workload {
         resident.zip(shares).map(|(resident, share)| Ok((resident?, share))).collect()
     }
 
+    /// Whether its engines speak gRPC.
+    pub fn is_over_grpc(&self) -> bool {
+        matches!(self, Workload::Closed { grpc: true, .. } | Workload::Streams { grpc: true, .. })
+    }
+
     /// Whether a subject takes part.
     pub fn includes(&self, kind: &Kind) -> bool {
+        if self.is_over_grpc() || kind.pairs() == Pairs::SglangGrpc {
+            return self.is_over_grpc() && kind.pairs() == Pairs::SglangGrpc;
+        }
         !matches!((self, kind), (Workload::Memory { .. } | Workload::Scale { .. }, Kind::Direct))
     }
 
@@ -166,7 +189,7 @@ impl Workload {
     fn shot(&self, subject: &Subject) -> Shot {
         let (prompt, tokens, stream) = match self {
             Workload::Closed { prompt, .. } => (*prompt, 1, false),
-            Workload::Streams { .. } => (24, 256, true),
+            Workload::Streams { .. } => (24, TOKENS, true),
             Workload::Memory { .. } => (24, 20, true),
             Workload::Latency { .. } | Workload::Scale { .. } => (24, 1, false),
         };
@@ -196,12 +219,14 @@ impl Workload {
                     ("p99 us", percentile(&seen.whole, 0.99)),
                 ])
             }
-            Workload::Streams { streams, .. } => {
+            Workload::Streams { streams, grpc, .. } => {
                 let seen = load::closed(&shot, 64, *streams, true).await?;
                 let used = cpu()? - before;
+                // Over gRPC a gateway may put several tokens into an event: a character can be several.
+                let tokens = if *grpc { (streams * TOKENS) as f64 } else { seen.events as f64 };
                 Ok(vec![
-                    ("tokens/s", seen.events as f64 / seen.wall.as_secs_f64()),
-                    ("gateway CPU s/1M tokens", used * 1e6 / seen.events as f64),
+                    ("tokens/s", tokens / seen.wall.as_secs_f64()),
+                    ("gateway CPU s/1M tokens", used * 1e6 / tokens),
                     ("first p50 us", percentile(&seen.first, 0.5)),
                     ("gap p50 us", percentile(&seen.gaps, 0.5)),
                     ("gap p99 us", percentile(&seen.gaps, 0.99)),

@@ -10,10 +10,10 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-etcd soak fuzz sdk prometheus bench e2e-vllm lint deny
+.PHONY: help demo test test-etcd soak fuzz sdk prometheus bench e2e-grpc e2e-vllm e2e-vllm-grpc lint deny
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## Serve a plain and a streamed chat completion through mock engines, and show the decisions
 	$(PYTHON) tests/demo/demo.py
@@ -53,8 +53,14 @@ bench: ## Measure the release build beside other gateways; ARGS='--quick --peer 
 	$(CARGO) build --release --locked -p smg -p mock-engine -p smg-bench
 	$${CARGO_TARGET_DIR:-target}/release/smg-bench $(ARGS)
 
+e2e-grpc: ## Check pairs of gRPC engines built on the published message types (installs them with pip once); rewrites docs/reports/e2e-grpc.md
+	$(PYTHON) tests/e2e-grpc/e2e.py
+
 e2e-vllm: ## Check real vLLM pairs behind the gateway, without a GPU: 6.5 GB once, half an hour; ARGS='--only nixl'
 	$(PYTHON) tests/e2e-vllm/e2e.py $(ARGS)
+
+e2e-vllm-grpc: ## Check a real vLLM pair over gRPC: after e2e-vllm, ten minutes; rewrites docs/reports/e2e-vllm-grpc.md
+	$(PYTHON) tests/e2e-vllm/e2e_grpc.py
 
 lint: ## Check format and lints, and the dependency policy where cargo-deny is installed
 	$(CARGO) fmt --all --check

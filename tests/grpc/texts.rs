@@ -150,7 +150,7 @@ async fn calls_and_reasoning_of_every_family_are_told_apart_streamed_or_not() {
         assert_eq!(message["reasoning_content"].as_str().unwrap_or_default().trim(), family.reasoning.trim(), "{name}");
         assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls", "{name}");
 
-        let text = smg.post(CHAT, &streamed(body.clone())).await.text().await.unwrap();
+        let text = smg.post(CHAT, &streamed(body)).await.text().await.unwrap();
         let events = events(&text);
         let joined = |field: &str| -> String {
             events.iter().filter_map(|event| event["choices"][0]["delta"][field].as_str()).collect()

@@ -142,9 +142,13 @@ impl EtcdStore {
     }
 
     pub(crate) async fn status(&self, local: bool) -> Result<ClusterStatus, StoreError> {
+        let applied_index = self.shared.applied.borrow().index;
         let here = ClusterStatus {
             node_id: self.node_id,
-            applied_index: self.shared.applied.borrow().index,
+            // What it has applied is all that it knows without asking.
+            last_log_index: applied_index,
+            committed_index: applied_index,
+            applied_index,
             snapshot_index: self.shared.snapshot_index.load(std::sync::atomic::Ordering::Relaxed),
             ..ClusterStatus::default()
         };

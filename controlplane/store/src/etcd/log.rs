@@ -303,9 +303,10 @@ impl Follower {
     fn publish(&self, outcomes: Vec<(CommandId, Outcome)>) {
         let state = Arc::new(self.state.clone());
         self.shared.published.publish(Arc::clone(&state));
-        self.shared.applied.send_replace(Applied { index: self.index, state });
         for (id, outcome) in &outcomes {
             self.shared.waiters.answer(*id, outcome);
         }
+        // Last: who sees that an entry was applied and has no outcome of a command concludes that it is not among the entries.
+        self.shared.applied.send_replace(Applied { index: self.index, state });
     }
 }

@@ -26,8 +26,8 @@ else
 	$(CARGO) test --workspace --locked --no-fail-fast
 endif
 
-# The same binaries as far as possible: only what depends on the feature is built again.
-ETCD := -p smg -p smg-store --features smg/etcd --locked --no-fail-fast --lib --bin smg --test etcd
+# For the whole workspace, as in `test`: dependencies keep their features, and only what depends on this one is built again.
+ETCD := --workspace --features smg/etcd --locked --no-fail-fast --lib --bin smg --test etcd
 test-etcd: ## Run the tests of the store on etcd (needs etcd: Debian's etcd-server)
 ifdef NEXTEST
 	$(CARGO) nextest run $(ETCD) -E 'test(etcd) | binary(etcd)'

@@ -49,7 +49,8 @@ sdk: ## Run the official OpenAI and Anthropic Python clients against smg before 
 prometheus: ## Lint the metrics of a live smg with promtool and run the documented queries in a real Prometheus
 	$(PYTHON) tests/prometheus/check.py
 
-bench: ## Measure the release build beside other gateways; ARGS='--quick --peer NAME=COMMAND'
+bench: ## Measure the release build beside other gateways, docs/operations/benchmarks.md; ARGS='--quick --only small'
+	@command -v $(CARGO) >/dev/null || { echo "make bench needs $(CARGO), the Rust toolchain that rust-toolchain.toml names" >&2; exit 2; }
 	$(CARGO) build --release --locked -p smg -p mock-engine -p smg-bench
 	$${CARGO_TARGET_DIR:-target}/release/smg-bench $(ARGS)
 

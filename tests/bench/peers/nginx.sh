@@ -1,6 +1,6 @@
 #!/bin/sh
 # nginx (apt-get install nginx-light) as a plain proxy to one engine outside of pairs: one leg, no choice, no change.
-work=$(mktemp -d)
+work=$BENCH_FOLDER
 cat > "$work/nginx.conf" <<END
 worker_processes 2;
 daemon off;

@@ -7,11 +7,17 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::{Request, header};
 use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
+use tokio::task::JoinSet;
 
 use crate::Result;
+use crate::answer::{Answer, Expected};
+
+/// Streams that are opened at the same time by [`Held::open`]: a burst of all of them would measure the kernel's queue of connections.
+const OPENING: usize = 50;
 
 /// One kind of request.
 #[derive(Debug, Clone)]
@@ -20,8 +26,8 @@ pub struct Shot {
     pub address: String,
     /// The JSON body of a chat completion.
     pub body: Bytes,
-    /// Whether the answer is a stream.
-    pub stream: bool,
+    /// What its answer must hold.
+    pub expected: Expected,
 }
 
 /// What one answer took.
@@ -31,11 +37,15 @@ pub struct Timing {
     pub first: Duration,
     /// To its end.
     pub whole: Duration,
-    /// Events of a stream.
-    pub events: u64,
+    /// Tokens of a stream.
+    pub tokens: u64,
 }
 
-async fn connect(address: &str) -> Result<SendRequest<Full<Bytes>>> {
+/// Opens a connection.
+///
+/// # Errors
+/// It cannot be opened.
+pub async fn connect(address: &str) -> Result<SendRequest<Full<Bytes>>> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
@@ -43,12 +53,11 @@ async fn connect(address: &str) -> Result<SendRequest<Full<Bytes>>> {
     Ok(sender)
 }
 
-async fn fire(sender: &mut SendRequest<Full<Bytes>>, shot: &Shot, gaps: Option<&mut Vec<Duration>>) -> Result<Timing> {
+async fn begin(sender: &mut SendRequest<Full<Bytes>>, shot: &Shot) -> Result<Incoming> {
     let request = Request::post("/v1/chat/completions")
         .header(header::HOST, shot.address.as_str())
         .header(header::CONTENT_TYPE, "application/json")
         .body(Full::new(shot.body.clone()))?;
-    let started = Instant::now();
     sender.ready().await?;
     let response = sender.send_request(request).await?;
     if !response.status().is_success() {
@@ -56,10 +65,23 @@ async fn fire(sender: &mut SendRequest<Full<Bytes>>, shot: &Shot, gaps: Option<&
         let body = response.into_body().collect().await?.to_bytes();
         return Err(format!("answered {status}: {}", String::from_utf8_lossy(&body)).into());
     }
-    let mut body = response.into_body();
+    Ok(response.into_body())
+}
+
+/// Sends one request and reads its answer.
+///
+/// # Errors
+/// It was not served, or not as expected.
+pub async fn fire(
+    sender: &mut SendRequest<Full<Bytes>>,
+    shot: &Shot,
+    mut gaps: Option<&mut Vec<Duration>>,
+) -> Result<Timing> {
+    let started = Instant::now();
+    let mut body = begin(sender, shot).await?;
+    let mut answer = Answer::new(shot.expected);
     let mut timing = Timing::default();
     let mut last: Option<Instant> = None;
-    let mut gaps = gaps;
     while let Some(frame) = body.frame().await {
         let Ok(data) = frame?.into_data() else { continue };
         let now = Instant::now();
@@ -72,11 +94,10 @@ async fn fire(sender: &mut SendRequest<Full<Bytes>>, shot: &Shot, gaps: Option<&
             }
         }
         last = Some(now);
-        if shot.stream {
-            timing.events += data.windows(6).filter(|window| window == b"data: ").count() as u64;
-        }
+        answer.read(&data);
     }
     timing.whole = started.elapsed();
+    timing.tokens = answer.end()?;
     Ok(timing)
 }
 
@@ -87,17 +108,22 @@ pub struct Seen {
     pub requests: u64,
     /// Wall time.
     pub wall: Duration,
-    /// Events of all streams.
-    pub events: u64,
+    /// Tokens of all streams.
+    pub tokens: u64,
     /// Whole durations of the requests.
     pub whole: Vec<Duration>,
     /// Times to the first bytes.
     pub first: Vec<Duration>,
     /// Gaps between the reads of streams.
     pub gaps: Vec<Duration>,
+    /// How late the generator itself was with each request; the durations of an open loop have it in them.
+    pub late: Vec<Duration>,
 }
 
 /// Closed loop: `connections` connections, each sending its next request when the last is answered, `requests` in all.
+///
+/// # Errors
+/// A request was not served.
 pub async fn closed(shot: &Shot, connections: usize, requests: u64, keep_gaps: bool) -> Result<Seen> {
     let next = Arc::new(AtomicU64::new(0));
     let started = Instant::now();
@@ -112,102 +138,80 @@ pub async fn closed(shot: &Shot, connections: usize, requests: u64, keep_gaps: b
                 }
                 let timing = fire(&mut sender, &shot, keep_gaps.then_some(&mut seen.gaps)).await?;
                 seen.requests += 1;
-                seen.events += timing.events;
+                seen.tokens += timing.tokens;
                 seen.whole.push(timing.whole);
                 seen.first.push(timing.first);
             }
+            seen.wall = started.elapsed();
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(seen)
         })
     });
-    let mut all = merge(runners.collect::<Vec<_>>()).await?;
-    all.wall = started.elapsed();
-    Ok(all)
+    merge(runners.collect::<Vec<_>>()).await
 }
 
-/// Open loop: `rate` requests a second for `duration`, each timed from when it was meant to be sent, whatever the others do.
-pub async fn open(shot: &Shot, rate: f64, duration: Duration) -> Result<Seen> {
-    let started = Instant::now();
-    let count = (rate * duration.as_secs_f64()) as u64;
-    let pool = Arc::new(tokio::sync::Mutex::new(Vec::<SendRequest<Full<Bytes>>>::new()));
-    let mut runners = Vec::new();
-    for index in 0..count {
-        let intended = started + Duration::from_secs_f64(index as f64 / rate);
-        tokio::time::sleep_until(intended.into()).await;
-        let (pool, shot) = (Arc::clone(&pool), shot.clone());
-        runners.push(tokio::spawn(async move {
-            let idle = pool.lock().await.pop();
-            let mut sender = match idle.filter(|sender| !sender.is_closed()) {
-                Some(sender) => sender,
-                None => connect(&shot.address).await?,
-            };
-            let late = intended.elapsed();
-            let timing = fire(&mut sender, &shot, None).await?;
-            pool.lock().await.push(sender);
-            Ok::<_, Box<dyn std::error::Error + Send + Sync>>(Seen {
-                requests: 1,
-                events: timing.events,
-                whole: vec![timing.whole + late],
-                first: vec![timing.first + late],
-                ..Seen::default()
-            })
-        }));
-    }
-    let mut all = merge(runners).await?;
-    all.wall = started.elapsed();
-    Ok(all)
-}
-
-async fn merge(runners: Vec<tokio::task::JoinHandle<Result<Seen>>>) -> Result<Seen> {
+/// Adds up what runners saw.
+///
+/// # Errors
+/// What the first of them failed with.
+pub async fn merge(runners: Vec<tokio::task::JoinHandle<Result<Seen>>>) -> Result<Seen> {
     let mut all = Seen::default();
     for runner in runners {
         let seen = runner.await??;
         all.requests += seen.requests;
-        all.events += seen.events;
+        all.wall = all.wall.max(seen.wall);
+        all.tokens += seen.tokens;
         all.whole.extend(seen.whole);
         all.first.extend(seen.first);
         all.gaps.extend(seen.gaps);
+        all.late.extend(seen.late);
     }
     Ok(all)
 }
 
-/// A stream that is held open.
-pub struct Held {
-    body: hyper::body::Incoming,
-    _sender: SendRequest<Full<Bytes>>,
-}
+/// Streams that are read as they come, until this is dropped.
+pub struct Held(JoinSet<Result<()>>);
 
-/// Opens `count` streams and waits until each has begun.
-pub async fn hold(shot: &Shot, count: usize) -> Result<Vec<Held>> {
-    let mut held = Vec::with_capacity(count);
-    for chunk in 0..count.div_ceil(50) {
-        let openings = (chunk * 50..count.min((chunk + 1) * 50)).map(|_| async {
-            let mut sender = connect(&shot.address).await?;
-            let request = Request::post("/v1/chat/completions")
-                .header(header::HOST, shot.address.as_str())
-                .header(header::CONTENT_TYPE, "application/json")
-                .body(Full::new(shot.body.clone()))?;
-            let response = sender.send_request(request).await?;
-            if !response.status().is_success() {
-                return Err(format!("answered {}", response.status()).into());
+impl Held {
+    /// Opens `count` streams and waits until each has brought something.
+    ///
+    /// # Errors
+    /// A stream cannot be opened.
+    pub async fn open(shot: &Shot, count: usize) -> Result<Self> {
+        let mut streams = JoinSet::new();
+        while streams.len() < count {
+            let openings = (0..OPENING.min(count - streams.len())).map(|_| async {
+                let mut sender = connect(&shot.address).await?;
+                let mut body = begin(&mut sender, shot).await?;
+                let mut answer = Answer::new(shot.expected);
+                let first = body.frame().await.ok_or("a stream ended at once")??;
+                first.data_ref().into_iter().for_each(|data| answer.read(data));
+                Ok::<_, Box<dyn std::error::Error + Send + Sync>>((sender, body, answer))
+            });
+            for (sender, mut body, mut answer) in futures::future::try_join_all(openings).await? {
+                streams.spawn(async move {
+                    let _connection = sender;
+                    while let Some(frame) = body.frame().await {
+                        frame?.data_ref().into_iter().for_each(|data| answer.read(data));
+                        answer.check()?;
+                    }
+                    answer.end().map(drop)
+                });
             }
-            let mut body = response.into_body();
-            body.frame().await.ok_or("the stream ended at once")??;
-            Ok::<_, Box<dyn std::error::Error + Send + Sync>>(Held { body, _sender: sender })
-        });
-        held.extend(futures::future::try_join_all(openings).await?);
-    }
-    Ok(held)
-}
-
-/// Reads held streams to their ends.
-pub async fn finish(held: Vec<Held>) -> Result<()> {
-    let ends = held.into_iter().map(|held| async move {
-        let mut body = held.body;
-        while let Some(frame) = body.frame().await {
-            frame?;
         }
-        Ok::<_, hyper::Error>(())
-    });
-    futures::future::try_join_all(ends).await?;
-    Ok(())
+        Ok(Self(streams))
+    }
+
+    /// How many there are, every one of which is still open.
+    ///
+    /// # Errors
+    /// One has ended, well or not.
+    pub fn still_open(&mut self) -> Result<usize> {
+        match self.0.try_join_next() {
+            None => Ok(self.0.len()),
+            Some(ended) => {
+                ended??;
+                Err("a stream had its end before memory was read: not all were open at once".into())
+            }
+        }
+    }
 }

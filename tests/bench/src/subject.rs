@@ -21,6 +21,8 @@ use crate::workload::{MODEL, Workload};
 
 /// Longest start of a subject: some take long with hundreds of workers.
 const START: Duration = Duration::from_secs(180);
+/// Longest wait for one answer meanwhile.
+const ATTEMPT: Duration = Duration::from_secs(10);
 
 /// Who is measured.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,7 +37,7 @@ pub enum Kind {
     SmgGrpc,
     /// Another gateway.
     Peer {
-        /// In front of what.
+        /// What it stands in front of.
         pairs: Pairs,
         /// Its name in the table.
         name: String,
@@ -44,18 +46,34 @@ pub enum Kind {
     },
 }
 
-/// The engines behind a gateway.
+/// The engines behind a gateway, and how it is told of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pairs {
-    /// SGLang.
+    /// SGLang pairs, when it starts.
     Sglang,
-    /// vLLM with NIXL.
+    /// vLLM pairs with NIXL, when it starts.
     Vllm,
-    /// SGLang over gRPC.
+    /// vLLM pairs with NIXL, by `POST /workers` with their connector, as SMG wants it.
+    VllmRegistered,
+    /// SGLang pairs that speak gRPC, when it starts.
     SglangGrpc,
 }
 
 impl Pairs {
+    fn are_vllm(self) -> bool {
+        matches!(self, Self::Vllm | Self::VllmRegistered)
+    }
+
+    /// Whether both are of the same engines.
+    pub fn is_alike(self, other: Self) -> bool {
+        self.are_vllm() == other.are_vllm() && self.is_comparable(other)
+    }
+
+    /// Whether both share a table: over gRPC gateways do other work.
+    pub fn is_comparable(self, other: Self) -> bool {
+        self.scheme() == other.scheme()
+    }
+
     fn scheme(self) -> &'static str {
         if self == Self::SglangGrpc { "grpc" } else { "http" }
     }
@@ -107,7 +125,7 @@ impl Fleet {
     async fn of(&mut self, kind: &Kind) -> Result<Rc<Engines>> {
         let name = match (kind, kind.pairs()) {
             (Kind::Direct, _) => "regular",
-            (_, Pairs::Vllm) => "vllm",
+            (_, Pairs::Vllm | Pairs::VllmRegistered) => "vllm",
             (_, Pairs::Sglang) => "sglang",
             (_, Pairs::SglangGrpc) => "sglang over gRPC",
         };
@@ -116,8 +134,8 @@ impl Fleet {
         }
         let engines = if *kind == Kind::Direct {
             let port = free_port()?;
-            let engine = engine(&self.binaries, Pairs::Sglang, "regular", port, None, self.pace)?;
-            answers(&format!("127.0.0.1:{port}"), "/health").await?;
+            let mut engine = engine(&self.binaries, Pairs::Sglang, "regular", port, None, self.pace)?;
+            answers(&mut engine, &format!("127.0.0.1:{port}"), "/health").await?;
             Engines { processes: vec![engine], prefills: Vec::new(), decodes: vec![format!("http://127.0.0.1:{port}")] }
         } else {
             start_pairs(&self.binaries, kind.pairs(), self.workers, self.pace).await?
@@ -129,22 +147,26 @@ impl Fleet {
 }
 
 impl Kind {
-    /// The name of a peer.
-    pub fn name(&self) -> Option<String> {
-        match self {
-            Kind::Peer { name, .. } => Some(name.clone()),
-            _ => None,
-        }
-    }
-
     /// The engines behind it.
     pub fn pairs(&self) -> Pairs {
         match self {
             Kind::Direct | Kind::SmgSglang => Pairs::Sglang,
-            Kind::SmgVllm => Pairs::Vllm,
+            Kind::SmgVllm => Pairs::VllmRegistered,
             Kind::SmgGrpc => Pairs::SglangGrpc,
             Kind::Peer { pairs, .. } => *pairs,
         }
+    }
+
+    /// Its name in the table, in front of `workers` where there are rows with `several` numbers of them.
+    pub fn label(&self, workers: usize, several: bool) -> String {
+        let name = match self {
+            Kind::Direct => "direct (one engine)",
+            Kind::SmgSglang => "smg, SGLang pairs",
+            Kind::SmgVllm => "smg, vLLM NIXL pairs",
+            Kind::SmgGrpc => "smg, SGLang pairs over gRPC",
+            Kind::Peer { name, .. } => name,
+        };
+        if several { format!("{name}, {workers} workers") } else { name.to_owned() }
     }
 }
 
@@ -168,10 +190,10 @@ impl Subject {
         let mut command = match kind {
             Kind::Peer { command, .. } => {
                 let mut shell = Command::new("sh");
-                shell.args(["-c", command]);
+                shell.args(["-c", command]).env("PATH", search_path());
                 shell
             }
-            _ => smg(&fleet.binaries, port, metrics, kind.pairs() == Pairs::Vllm, &engines),
+            _ => smg(&fleet.binaries, port, metrics, kind.pairs() == Pairs::VllmRegistered, &engines),
         };
         let list = |items: Vec<String>| items.join(" ");
         if matches!(kind, Kind::Peer { .. }) {
@@ -184,12 +206,12 @@ impl Subject {
             .env("BENCH_BOOTSTRAP", list(engines.prefills.iter().map(|(_, port)| port.to_string()).collect()))
             .env("BENCH_DECODE", list(engines.decodes.clone()))
             .env("BENCH_MODEL", MODEL);
-        let gateway = Process::start(command)?;
-        if *kind == Kind::SmgVllm {
-            answers(&address, "/liveness").await?;
-            register(&address, &engines).await?;
+        let mut gateway = Process::start(&kind.label(0, false), command)?;
+        if kind.pairs() == Pairs::VllmRegistered {
+            answers(&mut gateway, &address, "/liveness").await?;
+            register(&mut gateway, &address, &engines).await?;
         }
-        serves(&address).await?;
+        serves(&mut gateway, &address).await?;
         Ok(Self { kind: kind.clone(), address, gateway: Some(gateway), _engines: engines })
     }
 
@@ -198,16 +220,14 @@ impl Subject {
         self.kind == Kind::Direct
     }
 
-    /// Its name in the table.
-    pub fn label(&self, workers: usize, several: bool) -> String {
-        let name = match &self.kind {
-            Kind::Direct => "direct (one engine)",
-            Kind::SmgSglang => "smg, SGLang pairs",
-            Kind::SmgVllm => "smg, vLLM NIXL pairs",
-            Kind::SmgGrpc => "smg, SGLang pairs over gRPC",
-            Kind::Peer { name, .. } => name,
-        };
-        if several { format!("{name}, {workers} workers") } else { name.to_owned() }
+    /// Who it is.
+    pub fn kind(&self) -> &Kind {
+        &self.kind
+    }
+
+    /// What the gateway printed last, for an error.
+    pub fn told(&self) -> String {
+        self.gateway.as_ref().map_or_else(String::new, Process::told)
     }
 }
 
@@ -219,7 +239,7 @@ fn engine(
     bootstrap: Option<u16>,
     token_delay_ms: u64,
 ) -> Result<Process> {
-    let (engine, connector) = if pairs == Pairs::Vllm { ("vllm", "nixl") } else { ("sglang", "none") };
+    let (engine, connector) = if pairs.are_vllm() { ("vllm", "nixl") } else { ("sglang", "none") };
     let mut command = Command::new(binaries.join("mock-engine"));
     command.args(["--engine", engine, "--role", role, "--connector", connector, "--model", MODEL, "--no-record"]);
     if pairs == Pairs::SglangGrpc {
@@ -229,24 +249,25 @@ fn engine(
     if let Some(bootstrap) = bootstrap {
         command.args(["--bootstrap-port", &bootstrap.to_string()]);
     }
-    Process::start(command)
+    Process::start(&format!("{engine} {role} engine on port {port}"), command)
 }
 
 async fn start_pairs(binaries: &Path, pairs: Pairs, workers: usize, pace: u64) -> Result<Engines> {
     let mut engines = Engines { processes: Vec::new(), prefills: Vec::new(), decodes: Vec::new() };
     for _ in 0..workers.div_ceil(2) {
         let (prefill, bootstrap, decode) = (free_port()?, free_port()?, free_port()?);
-        let rendezvous = (pairs != Pairs::Vllm).then_some(bootstrap);
+        let rendezvous = (!pairs.are_vllm()).then_some(bootstrap);
         engines.processes.push(engine(binaries, pairs, "prefill", prefill, rendezvous, pace)?);
         engines.processes.push(engine(binaries, pairs, "decode", decode, None, pace)?);
         let scheme = pairs.scheme();
         engines.prefills.push((format!("{scheme}://127.0.0.1:{prefill}"), bootstrap));
         engines.decodes.push(format!("{scheme}://127.0.0.1:{decode}"));
     }
+    // In the order of their processes: the two legs of a pair are started one after the other.
+    let urls = engines.prefills.iter().zip(&engines.decodes).flat_map(|((prefill, _), decode)| [prefill, decode]);
     // Whoever speaks gRPC answers no GET: its gateway waits for it.
-    let urls = engines.prefills.iter().map(|(url, _)| url).chain(&engines.decodes);
-    for url in urls.filter(|url| url.starts_with("http://")) {
-        answers(url.trim_start_matches("http://"), "/health").await?;
+    for (url, process) in urls.zip(&mut engines.processes).filter(|(url, _)| url.starts_with("http://")) {
+        answers(process, url.trim_start_matches("http://"), "/health").await?;
     }
     Ok(engines)
 }
@@ -268,16 +289,25 @@ fn smg(binaries: &Path, port: u16, metrics: u16, vllm: bool, engines: &Engines) 
     command
 }
 
-async fn register(address: &str, engines: &Engines) -> Result<()> {
-    let spec = |url: &str, role: &str| json!({"url": url, "worker_type": role, "kv_connector": "NixlConnector"});
+/// Registers all engines and waits until the gateway shows every one as healthy.
+async fn register(gateway: &mut Process, address: &str, engines: &Engines) -> Result<()> {
+    let spec = |url: &str, role: &str| json!({"url": url, "worker_type": role, "runtime_type": "vllm", "kv_connector": "NixlConnector", "kv_role": "kv_both"});
     let prefills = engines.prefills.iter().map(|(url, _)| spec(url, "prefill"));
     for spec in prefills.chain(engines.decodes.iter().map(|url| spec(url, "decode"))) {
         let (status, body) = call(Method::POST, address, "/workers", Some(&spec)).await?;
         if status != 202 {
-            return Err(format!("registration answered {status}: {body}").into());
+            return Err(format!("{}: registration answered {status}: {body}", gateway.told()).into());
         }
     }
-    Ok(())
+    let count = engines.prefills.len() + engines.decodes.len();
+    until(gateway, &format!("{count} healthy workers"), async || {
+        let listed = call(Method::GET, address, "/workers", None).await;
+        let listed = listed.ok().and_then(|(_, body)| serde_json::from_str::<Value>(&body).ok());
+        let healthy = |worker: &&Value| worker.get("is_healthy").and_then(Value::as_bool) == Some(true);
+        let workers = listed.as_ref().and_then(|listed| listed.get("workers")?.as_array());
+        workers.is_some_and(|workers| workers.iter().filter(healthy).count() == count)
+    })
+    .await
 }
 
 async fn call(method: Method, address: &str, path: &str, body: Option<&Value>) -> Result<(u16, String)> {
@@ -294,29 +324,39 @@ async fn call(method: Method, address: &str, path: &str, body: Option<&Value>) -
     Ok((status, String::from_utf8_lossy(&body).into_owned()))
 }
 
-async fn until(what: &str, mut attempt: impl AsyncFnMut() -> bool) -> Result<()> {
+/// Waits for what `process` should come to; one that ends instead is told at once, with what it printed.
+async fn until(process: &mut Process, what: &str, mut attempt: impl AsyncFnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + START;
-    while !attempt().await {
+    // An attempt may hang on a process that accepts and does not answer.
+    while !tokio::time::timeout(ATTEMPT, attempt()).await.unwrap_or(false) {
+        if let Some(status) = process.ended()? {
+            return Err(format!("{}\nIt ended ({status}) before this was so: {what}", process.told()).into());
+        }
         if Instant::now() > deadline {
-            return Err(format!("not within {START:?}: {what}").into());
+            return Err(format!("{}\nNot within {START:?}: {what}", process.told()).into());
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
 }
 
-async fn answers(address: &str, path: &str) -> Result<()> {
-    until(&format!("{address}{path} answers"), async || {
+async fn answers(process: &mut Process, address: &str, path: &str) -> Result<()> {
+    until(process, &format!("{address}{path} answers"), async || {
         call(Method::GET, address, path, None).await.is_ok_and(|(status, _)| status == 200)
     })
     .await
 }
 
 /// Ready = one chat completion is served.
-async fn serves(address: &str) -> Result<()> {
+async fn serves(process: &mut Process, address: &str) -> Result<()> {
     let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1});
-    until(&format!("{address} serves"), async || {
+    until(process, &format!("{address} serves"), async || {
         call(Method::POST, address, "/v1/chat/completions", Some(&body)).await.is_ok_and(|(status, _)| status == 200)
     })
     .await
+}
+
+/// Where peers are looked for: servers such as nginx lie where only root looks by default.
+fn search_path() -> String {
+    format!("{}:/usr/local/sbin:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default())
 }

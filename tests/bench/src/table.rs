@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
+/// Columns whose ratio says nothing: what was added to another latency may be nothing, or less; the others tell of the measurement.
+const WITHOUT_RATIO: [&str; 4] = ["added p50 us", "added p99 us", "late p99 us", "open streams"];
+
 /// One measurement: figures by name, in the order of the columns.
 pub type Figures = Vec<(&'static str, f64)>;
 
@@ -19,26 +22,28 @@ pub fn percentile(durations: &[Duration], share: f64) -> f64 {
 pub struct Rows {
     name: &'static str,
     description: String,
-    base: Option<String>,
     order: Vec<String>,
     figures: BTreeMap<String, Vec<Figures>>,
+    /// For each row the row that its ratios are to.
+    bases: BTreeMap<String, Option<String>>,
 }
 
 impl Rows {
-    /// No measurement yet. Ratios are those to `base`.
-    pub fn new(name: &'static str, description: String, base: Option<String>) -> Self {
-        Self { name, description, base, order: Vec::new(), figures: BTreeMap::new() }
+    /// No measurement yet.
+    pub fn new(name: &'static str, description: String) -> Self {
+        Self { name, description, order: Vec::new(), figures: BTreeMap::new(), bases: BTreeMap::new() }
     }
 
-    /// Adds a repetition of a subject.
-    pub fn add(&mut self, subject: &str, figures: Figures) {
+    /// Adds a repetition of a subject, whose ratios are to `base`.
+    pub fn add(&mut self, subject: &str, base: Option<String>, figures: Figures) {
         if !self.figures.contains_key(subject) {
             self.order.push(subject.to_owned());
+            self.bases.insert(subject.to_owned(), base);
         }
         self.figures.entry(subject.to_owned()).or_default().push(figures);
     }
 
-    /// A table: medians over the repetitions; in brackets the ratio to the row of the base with as many workers.
+    /// A table: medians over the repetitions; in brackets the ratio to the row's base.
     pub fn render(&self) -> String {
         let columns: Vec<&str> = self
             .order
@@ -54,19 +59,12 @@ impl Rows {
         columns.iter().for_each(|_| text.push_str("---:|"));
         for name in &self.order {
             let _ = write!(text, "\n| {name} |");
-            let base = self.base.as_ref().map(|base| {
-                match name.rsplit_once(", ").filter(|_| !self.figures.contains_key(base)) {
-                    Some((_, workers)) => format!("{base}, {workers}"),
-                    None => base.clone(),
-                }
-            });
+            let base = self.bases.get(name).and_then(Option::as_ref).filter(|base| *base != name);
             for column in &columns {
                 let value = self.median(name, column);
-                let reference = base.as_deref().map(|base| self.median(base, column)).filter(|value| *value > 0.0);
-                // What was added to another latency may be nothing, or less: a ratio of that says nothing.
+                let reference = base.map(|base| self.median(base, column)).filter(|value| *value > 0.0);
                 let ratio = reference
-                    .filter(|_| !column.starts_with("added"))
-                    .filter(|_| base.as_ref() != Some(name) && !value.is_nan())
+                    .filter(|_| !WITHOUT_RATIO.contains(column) && !value.is_nan())
                     .map(|reference| format!(" ({:.2}x)", value / reference));
                 let _ = write!(text, " {}{} |", show(value), ratio.unwrap_or_default());
             }

@@ -6,7 +6,9 @@ use bytes::Bytes;
 use serde_json::json;
 
 use crate::Result;
-use crate::load::{self, Shot};
+use crate::answer::Expected;
+use crate::load::{self, Held, Shot};
+use crate::open_loop;
 use crate::process::Process;
 use crate::subject::{Kind, Pairs, Subject};
 use crate::table::{Figures, percentile};
@@ -14,8 +16,25 @@ use crate::table::{Figures, percentile};
 /// The model of all engines.
 pub const MODEL: &str = "bench";
 
-/// Tokens of a stream.
-const TOKENS: u64 = 256;
+/// The workloads by name, in their order.
+pub const NAMES: [&str; 11] = [
+    "small",
+    "b32k",
+    "b256k",
+    "stream",
+    "paced",
+    "grpc-small",
+    "grpc-b32k",
+    "grpc-stream",
+    "latency",
+    "memory",
+    "scale",
+];
+
+/// Tokens of a measured stream.
+const STREAM_TOKENS: u64 = 256;
+/// How long streams are held open for their memory, from when the last of them has begun.
+const HELD: Duration = Duration::from_secs(4);
 
 /// A workload.
 #[derive(Debug, Clone)]
@@ -102,7 +121,10 @@ impl Workload {
                 self.wire()
             ),
             Workload::Streams { streams, pace, .. } => {
-                format!("{streams} streams of 256 tokens, 64 at a time, {pace} ms between tokens{}", self.wire())
+                format!(
+                    "{streams} streams of {STREAM_TOKENS} tokens, 64 at a time, {pace} ms between tokens{}",
+                    self.wire()
+                )
             }
             Workload::Latency { rate, .. } => {
                 format!("{rate} requests a second, open loop, timed from the intended send")
@@ -128,9 +150,9 @@ impl Workload {
         }
     }
 
-    /// Repetitions: memory is that of fresh processes.
-    pub fn repetitions(&self, asked: usize) -> usize {
-        if matches!(self, Workload::Memory { .. }) { 1 } else { asked }
+    /// Whether each repetition has processes of its own: memory that was used once stays with its process.
+    pub fn wants_fresh_processes(&self) -> bool {
+        matches!(self, Workload::Memory { .. })
     }
 
     /// Adds what can only be said beside the engine that was asked directly in the same repetition.
@@ -189,18 +211,28 @@ impl Workload {
     fn shot(&self, subject: &Subject) -> Shot {
         let (prompt, tokens, stream) = match self {
             Workload::Closed { prompt, .. } => (*prompt, 1, false),
-            Workload::Streams { .. } => (24, TOKENS, true),
-            Workload::Memory { .. } => (24, 20, true),
+            Workload::Streams { .. } => (24, STREAM_TOKENS, true),
+            // Longer than any opening of all of them takes: who looks leaves before the end.
+            Workload::Memory { .. } => (24, 60, true),
             Workload::Latency { .. } | Workload::Scale { .. } => (24, 1, false),
         };
+        let expected = match (stream, self.is_over_grpc()) {
+            (false, _) => Expected::Document,
+            (true, false) => Expected::Tokens(tokens),
+            // A gateway that makes the text itself may put several tokens into an event: a character can be several.
+            (true, true) => Expected::Usage(tokens),
+        };
         let content = "lorem ipsum ".chars().cycle().take(prompt).collect::<String>();
-        let body = json!({
+        let mut body = json!({
             "model": MODEL,
             "messages": [{"role": "user", "content": content}],
             "max_tokens": tokens,
             "stream": stream,
         });
-        Shot { address: subject.address.clone(), body: Bytes::from(body.to_string()), stream }
+        if matches!(expected, Expected::Usage(_)) {
+            body["stream_options"] = json!({"include_usage": true});
+        }
+        Shot { address: subject.address.clone(), body: Bytes::from(body.to_string()), expected }
     }
 
     /// Measures a subject once; `rested` is what [`Self::rest`] said of it.
@@ -219,26 +251,25 @@ impl Workload {
                     ("p99 us", percentile(&seen.whole, 0.99)),
                 ])
             }
-            Workload::Streams { streams, grpc, .. } => {
+            Workload::Streams { streams, .. } => {
                 let seen = load::closed(&shot, 64, *streams, true).await?;
                 let used = cpu()? - before;
-                // Over gRPC a gateway may put several tokens into an event: a character can be several.
-                let tokens = if *grpc { (streams * TOKENS) as f64 } else { seen.events as f64 };
                 Ok(vec![
-                    ("tokens/s", tokens / seen.wall.as_secs_f64()),
-                    ("gateway CPU s/1M tokens", used * 1e6 / tokens),
+                    ("tokens/s", seen.tokens as f64 / seen.wall.as_secs_f64()),
+                    ("gateway CPU s/1M tokens", used * 1e6 / seen.tokens as f64),
                     ("first p50 us", percentile(&seen.first, 0.5)),
                     ("gap p50 us", percentile(&seen.gaps, 0.5)),
                     ("gap p99 us", percentile(&seen.gaps, 0.99)),
                 ])
             }
             Workload::Latency { rate, duration } => {
-                let seen = load::open(&shot, *rate, *duration).await?;
+                let seen = open_loop::open(&shot, *rate, *duration).await?;
                 let used = cpu()? - before;
                 Ok(vec![
                     ("p50 us", percentile(&seen.whole, 0.5)),
                     ("p99 us", percentile(&seen.whole, 0.99)),
                     ("gateway CPU us/req", used * 1e6 / seen.requests as f64),
+                    ("late p99 us", percentile(&seen.late, 0.99)),
                 ])
             }
             Workload::Memory { streams, .. } => memory(subject, &shot, *streams, rested.ok_or("not rested")?).await,
@@ -248,13 +279,17 @@ impl Workload {
 
 async fn memory(subject: &Subject, shot: &Shot, streams: usize, (at_rest, idle_cpu): (u64, f64)) -> Result<Figures> {
     let gateway = subject.gateway.as_ref().ok_or("memory is measured on gateways")?;
-    let held = load::hold(shot, streams).await?;
-    let loaded = gateway.resident_kib()?;
-    load::finish(held).await?;
+    gateway.forget_peak()?;
+    let mut held = Held::open(shot, streams).await?;
+    tokio::time::sleep(HELD).await;
+    let peak = gateway.peak_kib()?;
+    let open = held.still_open()?;
+    drop(held);
     Ok(vec![
         ("RSS idle MiB", at_rest as f64 / 1024.0),
         ("idle CPU %", idle_cpu * 100.0),
-        ("RSS loaded MiB", loaded as f64 / 1024.0),
-        ("KiB/stream", loaded.saturating_sub(at_rest) as f64 / streams as f64),
+        ("open streams", open as f64),
+        ("RSS peak MiB", peak as f64 / 1024.0),
+        ("KiB/stream", peak.saturating_sub(at_rest) as f64 / open as f64),
     ])
 }

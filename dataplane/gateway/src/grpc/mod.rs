@@ -124,7 +124,10 @@ pub(crate) async fn serve(
         Some(request) => Arc::clone(request),
         None => {
             let prepared_in_time = in_time(job.core, job.request, prepare::prepare(job.core, job.request, job.pool));
-            let request = prepared_in_time.await.map_err(|error| Failed::gateway(error, None))?;
+            let request = prepared_in_time.await.map_err(|error| match error {
+                GatewayError::Refused(refusal) => refuse(refusal),
+                error => Failed::gateway(error, None),
+            })?;
             Arc::clone(prepared.insert(request))
         }
     };

@@ -107,6 +107,15 @@ async fn without_tokens_the_gateways_key_opens_the_admin_api_and_a_tenants_does_
             }
         }
     }
+    // A change that is refused says that it was not made, whoever refuses it.
+    for path in ["/workers", "/flush_cache"] {
+        let refused = call(&smg, "POST", path, Some("x"), &json!({"url": "http://h:1"})).await;
+        assert_eq!(refused.status(), StatusCode::UNAUTHORIZED);
+        let answer: Value = refused.json().await.unwrap();
+        assert_eq!((&answer["code"], &answer["outcome"]), (&json!("UNAUTHORIZED"), &json!("did_not_happen")), "{path}");
+    }
+    let read: Value = ask(&smg, "GET", "/workers", Some("x")).await.json().await.unwrap();
+    assert_eq!(read.get("outcome"), None, "a read has no outcome");
     let tenants_only = Smg::launch(&["--tenant-api-key", &format!("acme:{TENANT_KEY}")]).await;
     for secret in [None, Some(TENANT_KEY)] {
         assert_eq!(ask(&tenants_only, "GET", "/workers", secret).await.status(), StatusCode::UNAUTHORIZED);

@@ -147,6 +147,85 @@ async fn an_old_connection_is_asked_to_close_with_an_answer_and_streams_on_it_en
     assert_eq!(http2.get(format!("{}/liveness", smg.url)).send().await.unwrap().status(), StatusCode::OK);
 }
 
+/// Two fleets that serve each other: 508 `loop_detected`.
+#[tokio::test]
+async fn a_request_that_comes_back_is_refused_and_multiplies_nothing() {
+    const CHAT: &str = "/v1/chat/completions";
+    let (one, other) = (Smg::launch(&[]).await, Smg::launch(&[]).await);
+    for (at, worker) in [(&one, &other), (&other, &one)] {
+        let models = json!([{"id": MODEL}]);
+        let spec = json!({"url": worker.url, "worker_type": "regular", "runtime_type": "sglang", "models": models});
+        at.register(&spec).await;
+    }
+    let asked = async |path: &str| {
+        let (labels, name) = ([("path", path)], "smg_http_requests_total");
+        (one.metric(name, &labels).await, other.metric(name, &labels).await)
+    };
+    let refused = one.post(CHAT, &chat()).await;
+    assert_eq!(refused.status(), StatusCode::LOOP_DETECTED);
+    assert_eq!(refused.json::<Value>().await.unwrap()["error"]["code"], "loop_detected");
+    assert_eq!(asked(CHAT).await, (2.0, 1.0));
+    for (path, status) in [("/get_server_info", 508), ("/health_generate", 503), ("/get_model_info", 508)] {
+        let before = asked(path).await;
+        assert_eq!(one.get(path).await.status().as_u16(), status, "{path}");
+        let after = asked(path).await;
+        assert_eq!((after.0 - before.0, after.1 - before.1), (2.0, 1.0), "{path}");
+    }
+    let flushed = one.post("/flush_cache", &json!({})).await;
+    assert_eq!(flushed.status(), StatusCode::PARTIAL_CONTENT);
+    assert_eq!(asked("/flush_cache").await, (2.0, 1.0));
+    one.until_idle().await;
+    other.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_request_may_come_through_three_gateways_and_not_through_more() {
+    let engine = sglang(Role::Regular).await;
+    let smg = Smg::launch(&[]).await;
+    smg.register(&spec(&engine, "regular")).await;
+    for (hops, status, seen) in [("a, b,c", 200, 1), ("a,b,c,d", 508, 1), ("not a name", 200, 2)] {
+        let request = smg.client.post(format!("{}/v1/chat/completions", smg.url)).header("x-smg-hops", hops);
+        let answer = request.json(&chat()).send().await.unwrap();
+        assert_eq!((answer.status().as_u16(), engine.generation_count()), (status, seen), "{hops}");
+    }
+    let told: Vec<String> =
+        engine.generations().iter().map(|seen| seen.header("x-smg-hops").unwrap().to_owned()).collect();
+    assert!(told[0].starts_with("a, b, c, ") && told[0].ends_with(&told[1]), "{told:?}");
+}
+
+#[tokio::test]
+async fn a_client_that_closes_its_sending_half_has_left() {
+    let engine = sglang(Role::Regular).await;
+    let smg = Smg::launch(&[]).await;
+    smg.register(&spec(&engine, "regular")).await;
+    engine.set_fault(Fault::generation().hang());
+    let mut client = connect(&smg).await;
+    let body = chat().to_string();
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\ncontent-length:";
+    client.write_all(format!("{head} {}\r\n\r\n{body}", body.len()).as_bytes()).await.unwrap();
+    eventually("the engine has the request", || async { (engine.generation_count() == 1).then_some(()) }).await;
+    client.shutdown().await.unwrap();
+    assert_eq!(until_closed(&mut client).await, "", "no answer");
+    eventually("the engine is told", || async { engine.generations()[0].peer_closed_at.map(drop) }).await;
+    smg.until_idle().await;
+}
+
+/// What the HTTP library refuses by itself is below the API, without its envelope.
+#[tokio::test]
+async fn a_length_that_no_body_can_have_is_refused_with_the_head() {
+    let smg = Smg::launch(&[]).await;
+    for (length, status, code) in
+        [(u64::MAX, "431", None), (u64::MAX - 1, "431", None), (u64::MAX - 2, "413", Some("request_body_too_large"))]
+    {
+        let mut client = connect(&smg).await;
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\nconnection: close\r\ncontent-length:";
+        client.write_all(format!("{head} {length}\r\n\r\n").as_bytes()).await.unwrap();
+        let said = until_closed(&mut client).await;
+        assert_eq!(&said[9..12], status, "{said}");
+        assert!(code.map_or(said.ends_with("\r\n\r\n"), |code| said.contains(code)), "{said}");
+    }
+}
+
 /// `--cors-allowed-origins`: off, exact origins, any.
 #[tokio::test]
 async fn pages_of_named_origins_may_call_and_others_may_not() {

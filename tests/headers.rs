@@ -57,8 +57,8 @@ async fn engines_get_the_listed_headers_and_no_others() {
             assert_eq!(request.header_values("anthropic-beta").collect::<Vec<_>>(), ["a", "b"]);
             assert_eq!(request.header("host"), engine.url().strip_prefix("http://"));
             assert_eq!(request.header("content-type"), Some("application/json"));
-            let expected: HashSet<&str> =
-                forwarded.iter().map(|(name, _)| *name).chain(["host", "content-type", "content-length"]).collect();
+            let own = ["host", "content-type", "content-length", "x-smg-hops"];
+            let expected: HashSet<&str> = forwarded.iter().map(|(name, _)| *name).chain(own).collect();
             let names: HashSet<String> = request.headers.iter().map(|(name, _)| name.to_lowercase()).collect();
             assert_eq!(names.iter().map(String::as_str).collect::<HashSet<_>>(), expected, "{dispatch:?}");
         }

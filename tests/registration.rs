@@ -288,6 +288,52 @@ async fn a_workers_key_goes_with_every_question_and_is_shown_nowhere() {
     }
 }
 
+#[tokio::test]
+async fn a_key_that_no_request_could_carry_is_refused() {
+    let engine = sglang(Role::Regular).await;
+    let smg = Smg::launch(&QUICK).await;
+    let path = format!("/workers/{}", smg.register(&spec(&engine, "regular")).await);
+    for key in ["a\r\nx: y", "", " a", "schl\u{fc}ssel"] {
+        let field = json!({"api_key": key});
+        let added = smg.post("/workers", &json!({"url": "http://h:1", "api_key": key})).await;
+        for refused in [added, change(&smg, Method::PATCH, &path, None, Some(&field)).await] {
+            assert_eq!(refused.status(), StatusCode::BAD_REQUEST, "{key:?}");
+            let answer: Value = refused.json().await.unwrap();
+            assert_eq!((&answer["code"], &answer["outcome"]), (&json!("BAD_REQUEST"), &json!("did_not_happen")));
+            assert!(answer["error"].as_str().unwrap().contains("api_key"), "{answer}");
+        }
+    }
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_gateway_of_the_same_fleet_is_no_worker_and_another_fleets_is_one() {
+    let (smg, other) = (Smg::launch(&QUICK).await, Smg::launch(&QUICK).await);
+    let engine = sglang(Role::Regular).await;
+    other.register(&spec(&engine, "regular")).await;
+    // Whatever the fleet's probes ask for.
+    for endpoint in ["/readiness", "/health_generate", "/health"] {
+        smg.set_policy("default", &json!({"health": {"endpoint": endpoint}})).await;
+        let response = smg.post("/workers", &json!({"url": smg.url, "worker_type": "regular"})).await;
+        assert_eq!(response.status(), StatusCode::ACCEPTED);
+        let location = response.headers()["location"].to_str().unwrap().to_owned();
+        let failed = eventually("the registration fails", || async {
+            let worker = smg.get_json(&location).await;
+            (worker["job_status"]["status"] == "failed").then_some(worker)
+        })
+        .await;
+        let reason = failed["job_status"]["message"].as_str().unwrap();
+        assert!(reason.contains("a gateway of this fleet answers there, not an engine"), "{reason}");
+        smg.remove(failed["id"].as_str().unwrap()).await;
+    }
+    smg.register(&json!({"url": other.url, "worker_type": "regular"})).await;
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    let hops: Vec<String> =
+        engine.generations().iter().map(|seen| seen.header("x-smg-hops").unwrap().to_owned()).collect();
+    assert_eq!(hops.len(), 1);
+    assert_eq!(hops[0].split(", ").count(), 2, "{hops:?}");
+}
+
 async fn change(smg: &Smg, method: Method, path: &str, seen: Option<&str>, body: Option<&Value>) -> Response {
     let mut request = smg.client.request(method, format!("{}{path}", smg.url));
     if let Some(seen) = seen {

@@ -168,6 +168,56 @@ async fn operators_can_ask_engines_through_the_gateway() {
 }
 
 #[tokio::test]
+async fn one_engine_cannot_spoil_the_metrics_of_all() {
+    let bad = "# HELP x y\nx{worker_addr=\"http://forged\"} 1\ny{ 3\nz NaN extra\n\u{e4}{a=\"b\"} 1\nfoo{a=\"1} 2\n";
+    let engine = |body: &'static str| {
+        MockEngine::builder().engine(Engine::Sglang).role(Role::Regular).override_path("/metrics", 200, body)
+    };
+    let (bad, good) = (engine(bad).start().await.unwrap(), engine("x 2\n").start().await.unwrap());
+    let smg = Smg::launch(&[]).await;
+    for engine in [&bad, &good] {
+        smg.register(&spec(engine, "regular")).await;
+    }
+    let page = smg.get("/engine_metrics").await.text().await.unwrap();
+    let expected = format!(
+        "# HELP x y\nx{{worker_addr=\"{}\",exported_worker_addr=\"http://forged\"}} 1\nx{{worker_addr=\"{}\"}} 2\n",
+        bad.url(),
+        good.url()
+    );
+    let mut lines: (Vec<_>, Vec<_>) = (page.lines().collect(), expected.lines().collect());
+    // The order of workers is that of their ids.
+    lines.0.sort_unstable();
+    lines.1.sort_unstable();
+    assert_eq!(lines.0, lines.1);
+}
+
+#[tokio::test]
+async fn however_many_ask_the_engine_is_asked_once_at_a_time() {
+    const CROWD: usize = 64;
+    let engine = sglang_with(Role::Regular, &["/health_generate"]).await;
+    let smg = Smg::launch(&[]).await;
+    smg.register(&spec(&engine, "regular")).await;
+    let asked = |path| engine.requests().iter().filter(|seen| seen.path == path).count();
+    let path = "/health_generate";
+    engine.set_fault(Fault::path(path).hang());
+    let all = futures::future::join_all((0..CROWD).map(|_| smg.get(path)));
+    let crowded = eventually("all have asked", || async {
+        let active = smg.metric("smg_http_requests_active", &[]).await;
+        (active >= CROWD as f64 && asked(path) > 0).then_some(())
+    });
+    tokio::select! {
+        _ = all => panic!("the engine does not answer"),
+        () = crowded => {}
+    }
+    assert_eq!(asked(path), 1);
+    engine.clear_faults();
+    // They have left, and with them the question.
+    smg.until_idle().await;
+    assert_eq!(smg.get(path).await.status(), StatusCode::OK);
+    assert_eq!(asked(path), 2);
+}
+
+#[tokio::test]
 async fn an_engines_own_error_carries_the_code_of_its_leg_and_status() {
     let code = async |smg: &Smg, status: u16| {
         let answer = smg.post("/v1/chat/completions", &chat()).await;

@@ -45,6 +45,8 @@ async fn bodies_over_the_limit_are_refused_announced_or_not_and_reach_no_engine(
     let mut spec = spec(&decode, "decode");
     spec["labels"] = json!({"a": "x".repeat(4096)});
     admin_refused(smg.post("/workers", &spec).await, 413, "PAYLOAD_TOO_LARGE").await;
+    let answer: Value = smg.post("/workers", &spec).await.json().await.unwrap();
+    assert_eq!(answer["outcome"], "did_not_happen", "{answer}");
     smg.until_idle().await;
 }
 

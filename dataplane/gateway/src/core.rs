@@ -23,6 +23,7 @@ use crate::grpc::responses::Shelf;
 use crate::grpc::rooms::Rooms;
 use crate::grpc::tokenizers::Tokenizers;
 use crate::heavy::Heavy;
+use crate::hops::Hops;
 use crate::options::GatewayOptions;
 use crate::sync::Link;
 use crate::sync::freshness::Freshness;
@@ -56,6 +57,8 @@ pub struct Core {
     pub rooms: Arc<Rooms>,
     /// What the ids of all requests to engines over gRPC begin with: no other gateway process has the same.
     pub request_prefix: String,
+    /// How requests to workers say that they have come through here.
+    pub hops: Hops,
     /// How many requests are served at once, if that is limited.
     pub admission: Option<Admission>,
     /// The way to the control plane.
@@ -94,6 +97,7 @@ impl Core {
             .build(connector.clone());
         let connections = Connections::new(connector, LEG_BUFFER, options.pool_idle_timeout);
         let admission = options.admission.map(|limits| Admission::new(limits, Arc::clone(&metrics)));
+        let process = format!("{:012x}", rand::random::<u64>() >> 16);
         Arc::new(Self {
             connections,
             client,
@@ -101,7 +105,8 @@ impl Core {
             heavy: Heavy::default(),
             responses: Arc::default(),
             rooms: Arc::default(),
-            request_prefix: format!("{:012x}-", rand::random::<u64>() >> 16),
+            hops: Hops::new(&process),
+            request_prefix: format!("{process}-"),
             admission,
             link: Arc::default(),
             freshness: Freshness::default(),

@@ -20,6 +20,7 @@ pub mod front;
 pub mod grpc;
 pub mod heavy;
 pub mod hints;
+pub mod hops;
 pub mod load;
 pub mod options;
 pub mod relay;

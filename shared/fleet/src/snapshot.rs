@@ -16,6 +16,10 @@ use crate::policy::{PolicyRecord, Settings};
 use crate::worker::{Worker, WorkerId};
 use crate::{Revision, wire};
 
+/// The response header by which a gateway's probes name the cluster it serves, so that no control plane takes one of its own gateways for
+/// an engine. In lower case.
+pub const FLEET_HEADER: &str = "x-smg-fleet";
+
 /// The fleet at one revision. Cheap to clone: objects are shared.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Snapshot {

@@ -2,6 +2,7 @@
 
 use thiserror::Error;
 
+use crate::access::Secret;
 use crate::url::{UrlError, WorkerUrl};
 use crate::worker::{WorkerPatch, WorkerSpec};
 
@@ -13,6 +14,8 @@ pub const MAX_LABEL_KEY_BYTES: usize = 128;
 pub const MAX_LABEL_VALUE_BYTES: usize = 4096;
 /// Most models of one worker.
 pub const MAX_MODELS: usize = 256;
+/// Longest key of a worker, in bytes.
+pub const MAX_API_KEY_BYTES: usize = 4096;
 /// Largest encoded worker, in bytes.
 pub const MAX_WORKER_BYTES: usize = 64 * 1024;
 
@@ -57,6 +60,10 @@ pub enum SpecError {
     Threshold(&'static str),
     #[error("overload needs waiting_requests of at least 1 or token_usage above 0 and at most 1")]
     Overload,
+    #[error(
+        "api_key must be 1 to {MAX_API_KEY_BYTES} printable ASCII characters, the first and the last of them no space"
+    )]
+    ApiKey,
     #[error("the worker is larger than {MAX_WORKER_BYTES} bytes")]
     TooLarge,
 }
@@ -76,6 +83,7 @@ pub fn worker_spec(spec: &mut WorkerSpec) -> Result<WorkerUrl, SpecError> {
     if spec.kv_block_size == Some(0) {
         return Err(SpecError::KvBlockSize);
     }
+    api_key(spec.api_key.as_ref())?;
     labels(&spec.labels)?;
     thresholds(&spec.health)?;
     if spec.models.len() > MAX_MODELS {
@@ -113,8 +121,17 @@ pub fn worker_patch(patch: &WorkerPatch) -> Result<(), SpecError> {
     if let Some(value) = patch.cost {
         cost(value)?;
     }
+    api_key(patch.api_key.as_ref())?;
     thresholds(&patch.health)?;
     labels(&patch.labels)
+}
+
+/// A key travels in a header, over gRPC too: what no header can carry would fail each request to the worker.
+fn api_key(key: Option<&Secret>) -> Result<(), SpecError> {
+    let Some(key) = key.map(|key| &**key) else { return Ok(()) };
+    let printable = key.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic());
+    let fits = (1..=MAX_API_KEY_BYTES).contains(&key.len()) && key.trim() == key;
+    if printable && fits { Ok(()) } else { Err(SpecError::ApiKey) }
 }
 
 fn cost(cost: f64) -> Result<(), SpecError> {
@@ -206,6 +223,29 @@ mod tests {
         worker_spec(&mut spec).unwrap();
         assert_eq!(spec.extra.keys().collect::<Vec<_>>(), ["overload"]);
         assert_eq!(spec.url, "http://p:1");
+    }
+
+    #[test]
+    fn a_key_that_no_header_can_carry_is_refused_in_a_spec_and_in_a_patch() {
+        let long = "k".repeat(MAX_API_KEY_BYTES + 1);
+        for (key, valid) in [
+            ("a\r\nx: y", false),
+            ("a\tb", false),
+            ("", false),
+            (" ", false),
+            (" a", false),
+            ("a ", false),
+            ("schl\u{fc}ssel", false),
+            (long.as_str(), false),
+            (&long[1..], true),
+            ("sk-1 ~!", true),
+        ] {
+            let mut spec = spec();
+            spec.api_key = Some(key.into());
+            let patch = WorkerPatch { api_key: Some(key.into()), ..WorkerPatch::default() };
+            assert_eq!(worker_spec(&mut spec).is_ok(), valid, "{key:?}");
+            assert_eq!(worker_patch(&patch), if valid { Ok(()) } else { Err(SpecError::ApiKey) }, "{key:?}");
+        }
     }
 
     #[test]

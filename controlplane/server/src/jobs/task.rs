@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::{Shared, support};
+use crate::probe::client::ProbeError;
 use crate::probe::engine::{Address, speaks_grpc};
 use crate::writer::{Write, WriteError};
 
@@ -138,7 +139,8 @@ impl Shared {
         loop {
             let reason = match self.probe_health(spec, &probe).await {
                 Ok(()) => return Ok(()),
-                Err(reason) => reason,
+                Err(NotWell::ForGood(reason)) => return Err(reason),
+                Err(NotWell::Yet(reason)) => reason,
             };
             progress.report(&reason).await;
             pause = pause.min(longest_pause);
@@ -151,18 +153,21 @@ impl Shared {
     }
 
     /// One probe of the configured endpoint, or of `/health` when an engine does not have that one.
-    async fn probe_health(&self, spec: &WorkerSpec, probe: &Probe) -> Result<(), String> {
+    async fn probe_health(&self, spec: &WorkerSpec, probe: &Probe) -> Result<(), NotWell> {
         const FALLBACK: &str = "/health";
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
         if speaks_grpc(&spec.url) {
-            return self.probe_engine(spec, probe).await;
+            return self.probe_engine(spec, probe).await.map_err(NotWell::Yet);
         }
         let first = self.probe_endpoint(spec, probe, &probe.endpoint).await;
-        if first.is_err() && probe.endpoint != FALLBACK && self.probe_endpoint(spec, probe, FALLBACK).await.is_ok() {
-            return Ok(());
+        if !matches!(first, Err(NotWell::Yet(_))) || probe.endpoint == FALLBACK {
+            return first;
         }
-        first
+        match self.probe_endpoint(spec, probe, FALLBACK).await {
+            Err(NotWell::Yet(_)) => first,
+            second => second,
+        }
     }
 
     /// One health check over gRPC, of whatever engine answers unless it is declared.
@@ -176,12 +181,16 @@ impl Shared {
         answer.map_err(|error| format!("health check of {} failed: {error}", spec.url))
     }
 
-    async fn probe_endpoint(&self, spec: &WorkerSpec, probe: &Probe, endpoint: &str) -> Result<(), String> {
+    async fn probe_endpoint(&self, spec: &WorkerSpec, probe: &Probe, endpoint: &str) -> Result<(), NotWell> {
         let url = format!("{}{endpoint}", spec.url);
-        match self.client.status(&url, spec.api_key.as_deref(), self.secs(probe.timeout_secs)).await {
+        let (fleet, limit) = (self.writer.store().local().cluster_id(), self.secs(probe.timeout_secs));
+        match self.client.status(&url, spec.api_key.as_deref(), fleet, limit).await {
             Ok(status) if status.is_success() => Ok(()),
-            Ok(status) => Err(format!("health probe of {url} answered {}", status.as_u16())),
-            Err(error) => Err(format!("health probe of {url} failed: {error}")),
+            Ok(status) => Err(NotWell::Yet(format!("health probe of {url} answered {}", status.as_u16()))),
+            Err(error @ ProbeError::OwnGateway) => {
+                Err(NotWell::ForGood(format!("{url} was probed: {error}; with it, requests would go in circles")))
+            }
+            Err(error) => Err(NotWell::Yet(format!("health probe of {url} failed: {error}"))),
         }
     }
 
@@ -232,6 +241,14 @@ impl Shared {
             "the bootstrap port does not answer: decode workers will not find this prefill worker"
         );
     }
+}
+
+/// Why a worker cannot be registered.
+enum NotWell {
+    /// It is not well yet.
+    Yet(String),
+    /// Waiting would not help.
+    ForGood(String),
 }
 
 /// Makes the last probe error readable, no more often than it is useful.

@@ -12,10 +12,12 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use smg_fleet::snapshot::FLEET_HEADER;
 use smg_net::engine::root_cause;
 use smg_net::tls::{ClientConfig, WorkerConnector, worker_connector};
 use thiserror::Error;
 use tokio::time::timeout;
+use uuid::Uuid;
 
 use super::engine::EngineClient;
 
@@ -34,6 +36,9 @@ pub enum ProbeError {
     /// The body is larger than [`MAX_BODY_BYTES`].
     #[error("the answer is larger than {MAX_BODY_BYTES} bytes")]
     TooLarge,
+    /// Whoever answers is a gateway of the fleet that asks: with such a worker requests would go in circles.
+    #[error("a gateway of this fleet answers there, not an engine")]
+    OwnGateway,
     /// The connection was refused, cut, or carried something that is not HTTP.
     #[error("{0}")]
     Transport(String),
@@ -80,15 +85,23 @@ impl ProbeClient {
         &self.engines
     }
 
-    /// The status of a GET; the body is not read.
+    /// The status of a GET; the body is not read. `fleet` is the cluster that asks.
     ///
     /// # Errors
-    /// When no head arrives within `limit`.
-    pub async fn status(&self, url: &str, key: Option<&str>, limit: Duration) -> Result<StatusCode, ProbeError> {
-        match timeout(limit, self.send(url, key)).await {
-            Ok(answer) => answer.map(|response| response.status()),
-            Err(_) => Err(ProbeError::Timeout(limit)),
+    /// When no head arrives within `limit`, or it is that of a gateway of the same fleet.
+    pub async fn status(
+        &self,
+        url: &str,
+        key: Option<&str>,
+        fleet: Uuid,
+        limit: Duration,
+    ) -> Result<StatusCode, ProbeError> {
+        let response = timeout(limit, self.send(url, key)).await.unwrap_or(Err(ProbeError::Timeout(limit)))?;
+        let theirs = response.headers().get(FLEET_HEADER).and_then(|value| value.to_str().ok()?.parse().ok());
+        if theirs.is_some_and(|theirs: Uuid| theirs == fleet && !fleet.is_nil()) {
+            return Err(ProbeError::OwnGateway);
         }
+        Ok(response.status())
     }
 
     /// A GET with its body.

@@ -213,7 +213,8 @@ impl Shared {
             self.client.engines().health(self.address(target), target.runtime).await.map_err(|error| error.to_string())
         } else {
             let url = format!("{}{}", target.url, target.probe.endpoint);
-            match self.client.status(&url, target.key.as_deref(), self.secs(target.probe.timeout_secs)).await {
+            let (fleet, limit) = (self.writer.store().local().cluster_id(), self.secs(target.probe.timeout_secs));
+            match self.client.status(&url, target.key.as_deref(), fleet, limit).await {
                 Ok(status) if status.is_success() => Ok(()),
                 Ok(status) => Err(format!("it answered {status}")),
                 Err(error) => Err(error.to_string()),

@@ -20,6 +20,7 @@ use crate::decision::{Attempt, Decision, Millis};
 use crate::fleet::table::ModelPool;
 use crate::fleet::worker::{InFlight, RoutedWorker};
 use crate::front::error::GatewayError;
+use crate::hops::HOPS;
 use crate::resilience::retry;
 use crate::trace::{self, LegSpans};
 
@@ -61,6 +62,7 @@ impl Job<'_> {
             &self.request.request_id,
             worker.record.spec.api_key.as_deref(),
         );
+        headers.insert(HOPS, self.core.hops.onward(&self.request.headers));
         if worker.engine() == Runtime::Vllm
             && let Some(rank) = worker.dp_rank
         {

@@ -16,12 +16,11 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
-use serde_json::json;
 use smg_fleet::access::{self, Denied};
 use smg_fleet::{Role, TokenHash};
 
-use super::error::envelope;
-use super::{Front, probes};
+use super::Front;
+use super::error::{Outcome, admin_error, envelope};
 use crate::core::Core;
 use crate::dispatch::explain::DECISION;
 
@@ -127,14 +126,15 @@ fn judge_by_key(core: &Core, secret: Option<&str>) -> Result<(), Denied> {
 
 /// Guards admin routes that this gateway answers itself.
 pub(super) async fn administration(State(front): State<Front>, request: Request, next: Next) -> Response<Body> {
-    match judge(&front, request.method(), request.uri().path(), request.headers()) {
+    let (method, path) = (request.method(), request.uri().path());
+    match judge(&front, method, path, request.headers()) {
         Ok(()) => next.run(request).await,
-        Err(denied) => refuse_administration(denied),
+        Err(denied) => refuse_administration(denied, Outcome::of_refused(method, path)),
     }
 }
 
 /// The refusal of an admin request, as the control plane words it.
-pub(super) fn refuse_administration(denied: Denied) -> Response<Body> {
+pub(super) fn refuse_administration(denied: Denied, outcome: Option<Outcome>) -> Response<Body> {
     let (status, code, challenge) = match denied {
         Denied::Missing => (StatusCode::UNAUTHORIZED, "UNAUTHORIZED", Some("Bearer realm=\"control-plane\"")),
         Denied::Unknown => {
@@ -142,7 +142,7 @@ pub(super) fn refuse_administration(denied: Denied) -> Response<Body> {
         }
         Denied::Role { .. } => (StatusCode::FORBIDDEN, "FORBIDDEN", None),
     };
-    let mut response = probes::json_response(status, &json!({"error": denied.to_string(), "code": code}));
+    let mut response = admin_error(status, code, &denied.to_string(), outcome);
     if let Some(challenge) = challenge {
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }

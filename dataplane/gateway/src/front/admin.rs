@@ -16,6 +16,7 @@ use smg_fleet::access::Denied;
 use smg_fleet::validate::worker_spec;
 use smg_fleet::{Snapshot, WorkerId, WorkerSpec, info, matrix};
 
+use super::error::{Outcome, admin_error};
 use super::{Front, access, intake};
 use crate::resilience::breaker::Phase;
 use crate::sync::RequestError;
@@ -36,19 +37,21 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 
 /// Forwards an admin request.
 pub(super) async fn forward(State(front): State<Front>, request: Request) -> Response<Body> {
+    let unmade = Outcome::of_refused(request.method(), request.uri().path());
     if let Err(denied) = access::judge_forwarded(&front, request.headers()) {
-        return access::refuse_administration(denied);
+        return access::refuse_administration(denied, unmade);
     }
     let (head, body) = request.into_parts();
     let limits = intake::Limits::of(&front.core.options);
     let limits = intake::Limits { bytes: MAX_ADMIN_BODY.min(limits.bytes), ..limits };
     let body = match intake::read(&head.headers, body, limits).await {
         Ok(body) => body,
-        Err(error) => return refuse(error.status(), admin_code(error.status()), &error.to_string()),
+        Err(error) => return admin_error(error.status(), admin_code(error.status()), &error.to_string(), unmade),
     };
     let asked = Asked {
         uri: head.uri.clone(),
         is_get: head.method == Method::GET,
+        unmade,
         body: body.clone(),
         judged: access::judge(&front, &head.method, head.uri.path(), &head.headers),
     };
@@ -102,15 +105,17 @@ pub(super) async fn forward(State(front): State<Front>, request: Request) -> Res
 struct Asked {
     uri: Uri,
     is_get: bool,
+    /// What becomes of it when it is refused here.
+    unmade: Option<Outcome>,
     body: Bytes,
     /// What this gateway's snapshot says about the caller: the control plane has the word, unless it is away.
     judged: Result<(), Denied>,
 }
 
 impl Asked {
-    /// Whether it may change the fleet; explaining a pairing does not.
+    /// Whether it may change the fleet.
     fn changes(&self) -> bool {
-        !self.is_get && self.uri.path() != "/fleet/pairing/explain"
+        self.unmade.is_some()
     }
 
     /// Whether its answer takes long.
@@ -133,16 +138,10 @@ async fn catch_up(front: &Front, revision: u64) {
     let _ = tokio::time::timeout(CATCH_UP, current.wait_for(|current| *current >= revision)).await;
 }
 
-/// The error body of the admin plane.
-fn refuse(status: StatusCode, code: &'static str, message: &str) -> Response<Body> {
-    super::probes::json_response(status, &json!({"error": message, "code": code}))
-}
-
 /// A write that was sent and not answered may have happened. Repeating it under its `Idempotency-Key` finds out.
 fn outcome_unknown(reason: &str) -> Response<Body> {
     let message = format!("the outcome is unknown: {reason}");
-    let body = json!({"error": message, "code": "OUTCOME_UNKNOWN", "outcome": "unknown"});
-    super::probes::json_response(StatusCode::SERVICE_UNAVAILABLE, &body)
+    admin_error(StatusCode::SERVICE_UNAVAILABLE, "OUTCOME_UNKNOWN", &message, Some(Outcome::Unknown))
 }
 
 fn admin_code(status: StatusCode) -> &'static str {
@@ -158,7 +157,7 @@ fn without_control_plane(front: &Front, asked: &Asked, reason: &str) -> Response
     if let Err(denied) = asked.judged
         && !unheard
     {
-        return access::refuse_administration(denied);
+        return access::refuse_administration(denied, asked.unmade);
     }
     let status = front.link.status();
     if !asked.streams()
@@ -171,11 +170,7 @@ fn without_control_plane(front: &Front, asked: &Asked, reason: &str) -> Response
         return response;
     }
     let message = format!("the control plane cannot be reached: {reason}");
-    let mut body = json!({"error": message, "code": "CONTROL_PLANE_UNAVAILABLE"});
-    if asked.changes() {
-        body["outcome"] = json!("did_not_happen");
-    }
-    super::probes::json_response(StatusCode::SERVICE_UNAVAILABLE, &body)
+    admin_error(StatusCode::SERVICE_UNAVAILABLE, "CONTROL_PLANE_UNAVAILABLE", &message, asked.unmade)
 }
 
 /// What the snapshot in use says about a read.

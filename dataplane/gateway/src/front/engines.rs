@@ -1,26 +1,30 @@
 //! Routes that ask engines something on an operator's behalf: one of them, a pair, or all.
 //!
-//! Answers of single engines pass through. Fan-outs ask a bounded number at a time and report who failed.
+//! Answers of single engines pass through. Fan-outs ask a bounded number at a time and report who failed. What anybody may ask is asked
+//! once at a time, however many ask for it; and a question that comes back from a worker is not asked again.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{self, State};
+use axum::middleware::Next;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
-use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Limited};
 use serde_json::{Value, json};
 use smg_engines::headers::relay_headers;
 use smg_fleet::{Wire, Worker, WorkerType};
 
-use super::Front;
 use super::error::{GatewayError, envelope};
+use super::flight::Flight;
 use super::probes::json_response;
+use super::{Front, exposition};
 use crate::core::Core;
 use crate::dispatch::leg::LegBody;
 use crate::grpc::client::Client;
+use crate::hops::HOPS;
 use crate::relay::describe;
 use crate::select::SelectError;
 
@@ -33,8 +37,39 @@ const WORK_TIMEOUT: Duration = Duration::from_secs(45);
 /// Engines asked at a time.
 const FAN_OUT: usize = 32;
 
+/// What is asked once at a time.
+#[derive(Default)]
+pub struct Asks {
+    server_info: Flight<Result<Answer, Untold>>,
+    model_info: Flight<Result<Answer, Untold>>,
+    health: Flight<Result<(), Ill>>,
+    metrics: Flight<Option<Bytes>>,
+}
+
+/// Refuses a question that has been here before.
+pub(super) async fn once(State(front): State<Front>, request: extract::Request, next: Next) -> Response<Body> {
+    if front.core.hops.is_loop(request.headers()) {
+        return GatewayError::LoopDetected.into_response();
+    }
+    next.run(request).await
+}
+
+/// A question to an engine.
+struct Question<'a> {
+    method: Method,
+    path: &'a str,
+    /// The gateways that it has come through, this one included.
+    hops: HeaderValue,
+    /// How long the answer may take.
+    limit: Duration,
+    /// How many bytes it may have.
+    most: usize,
+}
+
+#[derive(Clone)]
 struct Answer {
-    head: http::response::Parts,
+    status: StatusCode,
+    headers: HeaderMap,
     body: Bytes,
 }
 
@@ -65,35 +100,41 @@ pub(crate) async fn ask_for(
     limit: Duration,
     most: usize,
 ) -> Result<(StatusCode, Bytes), Unanswered> {
-    let answer = ask_up_to(core, worker, Method::GET, path, limit, most).await?;
-    Ok((answer.head.status, answer.body))
+    let question = Question { method: Method::GET, path, hops: core.hops.own(), limit, most };
+    let answer = ask(core, worker, question).await?;
+    Ok((answer.status, answer.body))
 }
 
-async fn ask(core: &Core, worker: &Worker, method: Method, path: &str, limit: Duration) -> Result<Answer, String> {
-    ask_up_to(core, worker, method, path, limit, MAX_ANSWER).await.map_err(|unanswered| unanswered.reason)
+/// Asks on behalf of a request that came through `hops`.
+async fn tell(core: &Core, worker: &Worker, path: &str, hops: HeaderValue) -> Result<Answer, String> {
+    let question = Question { method: Method::GET, path, hops, limit: ASK_TIMEOUT, most: MAX_ANSWER };
+    ask(core, worker, question).await.map_err(|unanswered| unanswered.reason)
 }
 
-async fn ask_up_to(
-    core: &Core,
-    worker: &Worker,
-    method: Method,
-    path: &str,
-    limit: Duration,
-    most: usize,
-) -> Result<Answer, Unanswered> {
-    let mut request = Request::builder().method(method).uri(format!("{}{path}", worker.spec.url));
+/// As [`tell`], where the engine has work with it.
+async fn work(core: &Core, worker: &Worker, method: Method, path: &str, hops: HeaderValue) -> Result<(), String> {
+    let question = Question { method, path, hops, limit: WORK_TIMEOUT, most: MAX_ANSWER };
+    let status = ask(core, worker, question).await.map_err(|unanswered| unanswered.reason)?.status;
+    // A gateway answers 206 when some of its engines have not done it.
+    let done = status.is_success() && status != StatusCode::PARTIAL_CONTENT;
+    if done { Ok(()) } else { Err(format!("answered {status}")) }
+}
+
+async fn ask(core: &Core, worker: &Worker, question: Question<'_>) -> Result<Answer, Unanswered> {
+    let Question { method, path, hops, limit, most } = question;
+    let mut request = Request::builder().method(method).uri(format!("{}{path}", worker.spec.url)).header(HOPS, hops);
     if let Some(key) = &worker.spec.api_key {
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", &**key));
     }
     let request = request.body(LegBody::Empty).map_err(|error| Unanswered::other(error.to_string()))?;
     let exchange = async {
         let answer = core.client.request(request).await.map_err(|error| Unanswered::broken(describe(&error)));
-        let (head, body) = answer?.into_parts();
-        if head.status.is_informational() {
-            return Err(Unanswered::other(format!("the worker answered {}", head.status)));
+        let (http::response::Parts { status, headers, .. }, body) = answer?.into_parts();
+        if status.is_informational() {
+            return Err(Unanswered::other(format!("the worker answered {status}")));
         }
         let body = Limited::new(body, most).collect().await.map_err(|error| Unanswered::other(error.to_string()));
-        Ok(Answer { head, body: body?.to_bytes() })
+        Ok(Answer { status, headers, body: body?.to_bytes() })
     };
     tokio::time::timeout(limit, exchange)
         .await
@@ -128,6 +169,15 @@ enum Subject {
     Model,
 }
 
+/// Why there is no answer to pass on.
+#[derive(Clone)]
+enum Untold {
+    /// There is nobody to ask.
+    Nobody,
+    /// Whoever was asked gave none.
+    Failed(String),
+}
+
 /// The engine that speaks for all: the first prefill, else regular one, of those over HTTP if there are any.
 fn spokesman(core: &Core) -> Option<Arc<Worker>> {
     let workers = able(core);
@@ -136,33 +186,18 @@ fn spokesman(core: &Core) -> Option<Arc<Worker>> {
     [Wire::Http, Wire::Grpc].into_iter().find_map(|wire| roles.into_iter().find_map(|role| of(wire, role))).cloned()
 }
 
-async fn tell(front: &Front, subject: Subject) -> Response<Body> {
-    let Some(worker) = spokesman(&front.core) else {
-        return GatewayError::Select(SelectError::NoPrefillServers).into_response();
+/// What the engine that speaks for all answers.
+async fn spoken(core: Arc<Core>, subject: Subject, hops: HeaderValue) -> Result<Answer, Untold> {
+    let worker = spokesman(&core).ok_or(Untold::Nobody)?;
+    let answer = match (worker.wire(), subject) {
+        (Wire::Grpc, _) => tell_over_grpc(&core, &worker, subject).await,
+        (_, Subject::Server) => tell(&core, &worker, "/get_server_info", hops).await,
+        (_, Subject::Model) => tell(&core, &worker, "/get_model_info", hops).await,
     };
-    let failed = |reason: String| envelope(StatusCode::BAD_GATEWAY, "prefill_request_failed", &reason);
-    if worker.wire() == Wire::Grpc {
-        return match tell_over_grpc(&front.core, &worker, subject).await {
-            Ok(answer) => json_response(StatusCode::OK, &answer),
-            Err(reason) => failed(reason),
-        };
-    }
-    let path = match subject {
-        Subject::Server => "/get_server_info",
-        Subject::Model => "/get_model_info",
-    };
-    match ask(&front.core, &worker, Method::GET, path, ASK_TIMEOUT).await {
-        Ok(answer) => {
-            let mut response = Response::new(Body::from(answer.body));
-            *response.status_mut() = answer.head.status;
-            *response.headers_mut() = relay_headers(&answer.head.headers);
-            response
-        }
-        Err(reason) => failed(reason),
-    }
+    answer.map_err(Untold::Failed)
 }
 
-async fn tell_over_grpc(core: &Core, worker: &Worker, subject: Subject) -> Result<Value, String> {
+async fn tell_over_grpc(core: &Core, worker: &Worker, subject: Subject) -> Result<Answer, String> {
     let client = client_of(core, worker).ok_or("its engine is not known here")?;
     let asked = async {
         match subject {
@@ -170,25 +205,62 @@ async fn tell_over_grpc(core: &Core, worker: &Worker, subject: Subject) -> Resul
             Subject::Model => client.model_info().await,
         }
     };
-    match tokio::time::timeout(ASK_TIMEOUT, asked).await {
-        Ok(answer) => answer.map_err(|status| status.message().to_owned()),
-        Err(_) => Err("no answer in time".to_owned()),
+    let answer = tokio::time::timeout(ASK_TIMEOUT, asked).await.map_err(|_| "no answer in time".to_owned())?;
+    let body = Bytes::from(answer.map_err(|status| status.message().to_owned())?.to_string());
+    let headers = HeaderMap::from_iter([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
+    Ok(Answer { status: StatusCode::OK, headers, body })
+}
+
+fn pass_through(answer: Result<Answer, Untold>) -> Response<Body> {
+    match answer {
+        Ok(answer) => {
+            let mut response = Response::new(Body::from(answer.body));
+            *response.status_mut() = answer.status;
+            *response.headers_mut() = relay_headers(&answer.headers);
+            response
+        }
+        Err(Untold::Nobody) => GatewayError::Select(SelectError::NoPrefillServers).into_response(),
+        Err(Untold::Failed(reason)) => envelope(StatusCode::BAD_GATEWAY, "prefill_request_failed", &reason),
     }
 }
 
 /// `GET /get_server_info`: what the first prefill (else regular) engine says about itself.
-pub(super) async fn server_info(State(front): State<Front>) -> Response<Body> {
-    tell(&front, Subject::Server).await
+pub(super) async fn server_info(State(front): State<Front>, headers: HeaderMap) -> Response<Body> {
+    let Front { core, asks, .. } = front;
+    let begin = || spoken(Arc::clone(&core), Subject::Server, core.hops.onward(&headers));
+    pass_through(asks.server_info.join(begin).await)
 }
 
 /// `GET /get_model_info`: what it says about its model.
-pub(super) async fn model_info(State(front): State<Front>) -> Response<Body> {
-    tell(&front, Subject::Model).await
+pub(super) async fn model_info(State(front): State<Front>, headers: HeaderMap) -> Response<Body> {
+    let Front { core, asks, .. } = front;
+    let begin = || spoken(Arc::clone(&core), Subject::Model, core.hops.onward(&headers));
+    pass_through(asks.model_info.join(begin).await)
 }
 
 /// `GET /health_generate`: whether both legs of a pair (or a regular engine) generate; over gRPC, whether they are well by their own word.
-pub(super) async fn health_generate(State(front): State<Front>) -> Response<Body> {
-    let workers = able(&front.core);
+pub(super) async fn health_generate(State(front): State<Front>, headers: HeaderMap) -> Response<Body> {
+    let Front { core, asks, .. } = front;
+    match asks.health.join(|| generation(Arc::clone(&core), core.hops.onward(&headers))).await {
+        Ok(()) => json_response(StatusCode::OK, &json!({"status": "healthy"})),
+        Err(Ill::NoPair) => {
+            envelope(StatusCode::SERVICE_UNAVAILABLE, "no_healthy_worker_pair", "No healthy worker pair available")
+        }
+        Err(Ill::Failed(reason)) => envelope(StatusCode::SERVICE_UNAVAILABLE, "health_generate_failed", &reason),
+    }
+}
+
+/// Why nothing is generated.
+#[derive(Clone)]
+enum Ill {
+    /// There is nobody to ask.
+    NoPair,
+    /// A leg does not generate.
+    Failed(String),
+}
+
+async fn generation(core: Arc<Core>, hops: HeaderValue) -> Result<(), Ill> {
+    let workers = able(&core);
     // Legs of one pair are of one wire.
     let pair = [Wire::Http, Wire::Grpc].into_iter().find_map(|wire| {
         let of_wire = |role| workers.iter().find(|worker| worker.wire() == wire && worker.spec.worker_type == role);
@@ -197,27 +269,18 @@ pub(super) async fn health_generate(State(front): State<Front>) -> Response<Body
     let legs: Vec<&Arc<Worker>> = match (pair, first_of(&workers, WorkerType::Regular)) {
         (Some((prefill, decode)), _) => vec![prefill, decode],
         (None, Some(regular)) => vec![regular],
-        (None, None) => {
-            return envelope(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "no_healthy_worker_pair",
-                "No healthy worker pair available",
-            );
-        }
+        (None, None) => return Err(Ill::NoPair),
     };
-    let asked = legs.iter().map(|worker| generates(&front.core, worker));
+    let asked = legs.iter().map(|worker| generates(&core, worker, hops.clone()));
     let answers = futures::future::join_all(asked).await;
     let failed = legs.iter().zip(answers).find_map(|(worker, answer)| {
         let reason = answer.err()?;
         Some(format!("{}: {reason}", worker.spec.url))
     });
-    match failed {
-        None => json_response(StatusCode::OK, &json!({"status": "healthy"})),
-        Some(reason) => envelope(StatusCode::SERVICE_UNAVAILABLE, "health_generate_failed", &reason),
-    }
+    failed.map_or(Ok(()), |reason| Err(Ill::Failed(reason)))
 }
 
-async fn generates(core: &Core, worker: &Worker) -> Result<(), String> {
+async fn generates(core: &Core, worker: &Worker, hops: HeaderValue) -> Result<(), String> {
     if worker.wire() == Wire::Grpc {
         let client = client_of(core, worker).ok_or("its engine is not known here")?;
         return match tokio::time::timeout(WORK_TIMEOUT, client.is_healthy()).await {
@@ -227,8 +290,7 @@ async fn generates(core: &Core, worker: &Worker) -> Result<(), String> {
             Err(_) => Err("no answer in time".to_owned()),
         };
     }
-    let answer = ask(core, worker, Method::GET, "/health_generate", WORK_TIMEOUT).await?;
-    if answer.head.status.is_success() { Ok(()) } else { Err(format!("answered {}", answer.head.status)) }
+    work(core, worker, Method::GET, "/health_generate", hops).await
 }
 
 /// How a worker that speaks gRPC is spoken to.
@@ -237,7 +299,7 @@ pub(crate) fn client_of(core: &Core, worker: &Worker) -> Option<Client> {
     Client::new(worker.runtime(), runtime.channel(&worker.spec.url, core.options.worker_tls.as_ref())?)
 }
 
-async fn flush(core: &Core, worker: &Worker) -> Result<(), String> {
+async fn flush(core: &Core, worker: &Worker, hops: HeaderValue) -> Result<(), String> {
     if worker.wire() == Wire::Grpc {
         let client = client_of(core, worker).ok_or("its engine is not known here")?;
         let flushed = tokio::time::timeout(WORK_TIMEOUT, client.flush_cache(WORK_TIMEOUT)).await;
@@ -246,24 +308,21 @@ async fn flush(core: &Core, worker: &Worker) -> Result<(), String> {
             Err(_) => Err("no answer in time".to_owned()),
         };
     }
-    let answer = ask(core, worker, Method::POST, "/flush_cache", WORK_TIMEOUT).await?;
-    match answer.head.status {
-        status if status.is_success() => Ok(()),
-        status => Err(format!("answered {status}")),
-    }
+    work(core, worker, Method::POST, "/flush_cache", hops).await
 }
 
 /// `POST /flush_cache`: every engine flushes its cache. 206 when some did not.
-pub(super) async fn flush_cache(State(front): State<Front>) -> Response<Body> {
+pub(super) async fn flush_cache(State(front): State<Front>, headers: HeaderMap) -> Response<Body> {
     let core = Arc::clone(&front.core);
+    let hops = core.hops.onward(&headers);
     let all: Vec<Arc<Worker>> = core.table.load().snapshot.workers.values().cloned().collect();
     let speaks = |wire| all.iter().filter(|worker| worker.wire() == wire).count();
     let (http, grpc, zmq) = (speaks(Wire::Http), speaks(Wire::Grpc), speaks(Wire::Zmq));
     let asked: Vec<_> = all.iter().filter(|worker| worker.wire() != Wire::Zmq).cloned().collect();
     let results: Vec<(String, Result<(), String>)> = stream::iter(asked)
         .map(|worker| {
-            let core = Arc::clone(&core);
-            async move { (worker.spec.url.clone(), flush(&core, &worker).await) }
+            let (core, hops) = (Arc::clone(&core), hops.clone());
+            async move { (worker.spec.url.clone(), flush(&core, &worker, hops).await) }
         })
         .buffered(FAN_OUT)
         .collect()
@@ -293,100 +352,31 @@ pub(super) async fn flush_cache(State(front): State<Front>) -> Response<Body> {
 }
 
 /// `GET /engine_metrics`: the metrics of every reachable engine, each sample labelled with its worker.
-pub(super) async fn metrics(State(front): State<Front>) -> Response<Body> {
-    let core = Arc::clone(&front.core);
-    let answers: Vec<Option<String>> = stream::iter(reachable(&core))
-        .map(|worker| {
-            let core = Arc::clone(&core);
-            async move {
-                let answer = ask(&core, &worker, Method::GET, "/metrics", ASK_TIMEOUT).await.ok()?;
-                let text =
-                    answer.head.status.is_success().then(|| String::from_utf8(answer.body.into()).ok()).flatten()?;
-                Some(label_samples(&text, &worker.spec.url))
-            }
-        })
-        .buffered(FAN_OUT)
-        .collect()
-        .await;
-    let texts: Vec<String> = answers.into_iter().flatten().collect();
-    if texts.is_empty() {
+pub(super) async fn metrics(State(front): State<Front>, headers: HeaderMap) -> Response<Body> {
+    let Front { core, asks, .. } = front;
+    let page = asks.metrics.join(|| all_metrics(Arc::clone(&core), core.hops.onward(&headers))).await;
+    let Some(page) = page else {
         return envelope(StatusCode::INTERNAL_SERVER_ERROR, "no_engine_metrics", "no engine answered with metrics");
-    }
-    let mut response = Response::new(Body::from(merge_families(&texts)));
+    };
+    let mut response = Response::new(Body::from(page));
     let content_type = HeaderValue::from_static(smg_telemetry::metrics::CONTENT_TYPE);
     response.headers_mut().insert(header::CONTENT_TYPE, content_type);
     response
 }
 
-/// Adds `worker_addr` to every sample of an exposition text.
-fn label_samples(text: &str, worker: &str) -> String {
-    let worker = worker.replace('\\', "\\\\").replace('"', "\\\"");
-    let mut labelled = String::with_capacity(text.len() + text.len() / 2);
-    for line in text.lines() {
-        if line.starts_with('#') || line.trim().is_empty() {
-            labelled.push_str(line);
-        } else if let Some((name, rest)) = line.split_once('{') {
-            let separator = if rest.starts_with('}') { "" } else { "," };
-            labelled.push_str(&format!("{name}{{worker_addr=\"{worker}\"{separator}{rest}"));
-        } else if let Some((name, value)) = line.split_once(' ') {
-            labelled.push_str(&format!("{name}{{worker_addr=\"{worker}\"}} {value}"));
-        }
-        labelled.push('\n');
-    }
-    labelled
-}
-
-/// Joins exposition texts so that each family's lines stand together under one head, as the format demands.
-fn merge_families(texts: &[String]) -> String {
-    let mut order: Vec<&str> = Vec::new();
-    let mut families: std::collections::HashMap<&str, (Vec<&str>, Vec<&str>)> = std::collections::HashMap::new();
-    for text in texts {
-        let mut current = "";
-        for line in text.lines() {
-            let head = line.strip_prefix("# HELP ").or_else(|| line.strip_prefix("# TYPE "));
-            if let Some(head) = head {
-                current = head.split(' ').next().unwrap_or_default();
-            } else if line.starts_with('#') || line.is_empty() {
-                continue;
-            } else if !line.starts_with(current) || current.is_empty() {
-                current = line.split(['{', ' ']).next().unwrap_or_default();
+async fn all_metrics(core: Arc<Core>, hops: HeaderValue) -> Option<Bytes> {
+    let texts: Vec<Option<(String, String)>> = stream::iter(reachable(&core))
+        .map(|worker| {
+            let (core, hops) = (Arc::clone(&core), hops.clone());
+            async move {
+                let answer =
+                    tell(&core, &worker, "/metrics", hops).await.ok().filter(|answer| answer.status.is_success())?;
+                Some((worker.spec.url.clone(), String::from_utf8_lossy(&answer.body).into_owned()))
             }
-            let family = families.entry(current).or_insert_with(|| {
-                order.push(current);
-                Default::default()
-            });
-            match head {
-                Some(_) if family.0.contains(&line) => {}
-                Some(_) => family.0.push(line),
-                None => family.1.push(line),
-            }
-        }
-    }
-    let mut merged = String::new();
-    for family in order.iter().filter_map(|name| families.get(name)) {
-        // Engines of two versions may describe a family differently: the first description stands.
-        let kinds = ["# HELP ", "# TYPE "];
-        let heads = kinds.iter().filter_map(|kind| family.0.iter().find(|line| line.starts_with(kind)));
-        for line in heads.chain(&family.1) {
-            merged.push_str(line);
-            merged.push('\n');
-        }
-    }
-    merged
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_sample_names_its_worker_and_families_stand_together() {
-        let one = label_samples("# HELP a Help.\n# TYPE a counter\na{x=\"1\"} 2\na 3\nb{} 4\n", "http://p:1");
-        let other = label_samples("# HELP a Help.\n# TYPE a counter\na{x=\"1\"} 5\n", "http://d:1");
-        let merged = merge_families(&[one, other]);
-        let expected = "# HELP a Help.\n# TYPE a counter\na{worker_addr=\"http://p:1\",x=\"1\"} 2\n\
-                        a{worker_addr=\"http://p:1\"} 3\na{worker_addr=\"http://d:1\",x=\"1\"} 5\n\
-                        b{worker_addr=\"http://p:1\"} 4\n";
-        assert_eq!(merged, expected);
-    }
+        })
+        .buffered(FAN_OUT)
+        .collect()
+        .await;
+    let texts: Vec<(String, String)> = texts.into_iter().flatten().collect();
+    (!texts.is_empty()).then(|| Bytes::from(exposition::merge(&texts)))
 }

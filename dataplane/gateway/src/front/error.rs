@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use http::{HeaderName, HeaderValue, Method, Response, StatusCode, header};
 use serde_json::json;
 use smg_engines::BodyError;
 use smg_engines::moriio::{HandoffError, RequestRefusal};
@@ -116,6 +116,11 @@ pub enum GatewayError {
     /// A part of the URL does not parse.
     #[error("{0}")]
     Url(String),
+    /// The request has come through this gateway before, or through more gateways than anybody means.
+    #[error(
+        "The request goes in circles: the URL of a worker leads back to this gateway, or through more than 3 others"
+    )]
+    LoopDetected,
     /// No model is served.
     #[error("No models available")]
     NoModels,
@@ -138,6 +143,7 @@ impl GatewayError {
             Self::Select(_) | Self::MoriioPair | Self::NoModels | Self::OverloadedBeforeDispatch { .. } => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
+            Self::LoopDetected => StatusCode::LOOP_DETECTED,
             Self::NotForPairs(_) | Self::NotOverGrpc(_) => StatusCode::NOT_IMPLEMENTED,
             Self::Refused(refusal) => refusal.status,
             Self::MoriioRequest(refusal) => refusal.status(),
@@ -180,6 +186,7 @@ impl GatewayError {
             Self::UnknownUrl(..) => "unknown_url",
             Self::MethodNotAllowed(..) => "method_not_allowed",
             Self::Url(_) => "invalid_value",
+            Self::LoopDetected => "loop_detected",
             Self::NoModels => "no_models_available",
         }
     }
@@ -242,6 +249,42 @@ pub fn envelope(status: StatusCode, code: &'static str, message: &str) -> Respon
     mark(&mut response, code);
     response.extensions_mut().insert(OwnWords(message));
     response
+}
+
+/// An error response of the admin plane, `{"error", "code"}`, of a change with its `outcome`.
+pub fn admin_error(status: StatusCode, code: &str, message: &str, outcome: Option<Outcome>) -> Response<Body> {
+    let mut body = json!({"error": message, "code": code});
+    if let Some(outcome) = outcome {
+        body["outcome"] = json!(outcome.as_str());
+    }
+    let mut response = Response::new(Body::from(body.to_string()));
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// What became of a change that was not made, as far as this gateway knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// Nothing.
+    DidNotHappen,
+    /// Nobody knows.
+    Unknown,
+}
+
+impl Outcome {
+    /// That of a request that was refused; `None` when it would have changed nothing.
+    pub fn of_refused(method: &Method, path: &str) -> Option<Self> {
+        let changes = !method.is_safe() && path != "/fleet/pairing/explain";
+        changes.then_some(Self::DidNotHappen)
+    }
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::DidNotHappen => "did_not_happen",
+            Self::Unknown => "unknown",
+        }
+    }
 }
 
 /// The message of an error that the gateway answers itself.

@@ -36,6 +36,10 @@ where
         intake::linger(body);
         return access::refuse_inference(denied);
     }
+    if core.hops.is_loop(&head.headers) {
+        intake::linger(body);
+        return GatewayError::LoopDetected.into_response();
+    }
     if let Some(Err(refused)) = core.admission.as_ref().map(Admission::look) {
         intake::linger(body);
         return GatewayError::NotAdmitted(refused).into_response();

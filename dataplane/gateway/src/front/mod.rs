@@ -6,6 +6,8 @@ pub mod admission;
 pub mod cors;
 pub(crate) mod engines;
 pub mod error;
+mod exposition;
+mod flight;
 mod infer;
 mod intake;
 mod loads;
@@ -42,6 +44,8 @@ pub struct Front {
     pub core: Arc<Core>,
     /// The way to the control plane.
     pub link: Arc<Link>,
+    /// What is asked of engines right now.
+    asks: Arc<engines::Asks>,
 }
 
 /// The service of a gateway's API port: inference by the shortest way, everything else through a router.
@@ -54,7 +58,7 @@ pub struct Api {
 impl Api {
     /// The service of a gateway.
     pub fn new(core: Arc<Core>, link: Arc<Link>) -> Self {
-        let front = Front { core, link };
+        let front = Front { core, link, asks: Arc::default() };
         Self { router: router(front.clone()), front }
     }
 }
@@ -93,7 +97,7 @@ async fn routed(route: Route, state: State<Front>, id: Extension<RequestId>, req
 
 fn router(front: Front) -> Router {
     let router = inference()
-        .merge(open())
+        .merge(open(&front))
         .merge(administration(&front))
         .fallback(unknown_url)
         .method_not_allowed_fallback(method_not_allowed)
@@ -124,25 +128,28 @@ fn inference() -> Router<Front> {
 }
 
 /// Routes that need nothing.
-fn open() -> Router<Front> {
+fn open(front: &Front) -> Router<Front> {
     Router::new()
-        .route("/health", get(probes::alive))
-        .route("/liveness", get(probes::alive))
-        .route("/readiness", get(probes::readiness))
-        .route("/v1/models", get(probes::models))
-        .route("/v1/models/{*id}", get(probes::model))
-        .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/get_server_info", get(engines::server_info))
         .route("/get_model_info", get(engines::model_info))
         .route("/health_generate", get(engines::health_generate))
-        .route("/loads", get(loads::loads))
         .route("/engine_metrics", get(engines::metrics))
+        .route_layer(middleware::from_fn_with_state(front.clone(), engines::once))
+        .route("/health", get(probes::alive))
+        .route("/liveness", get(probes::alive))
+        .route("/readiness", get(probes::readiness))
+        .route_layer(middleware::map_response_with_state(front.clone(), probes::name_the_fleet))
+        .route("/v1/models", get(probes::models))
+        .route("/v1/models/{*id}", get(probes::model))
+        .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
+        .route("/loads", get(loads::loads))
 }
 
 /// Routes that operators use: those answered here, and those forwarded to the control plane, which judges them itself.
 fn administration(front: &Front) -> Router<Front> {
     Router::new()
         .route("/flush_cache", post(engines::flush_cache))
+        .route_layer(middleware::from_fn_with_state(front.clone(), engines::once))
         .route("/get_loads", get(loads::loads))
         .route("/fleet/decisions", get(probes::decisions))
         .route_layer(middleware::from_fn_with_state(front.clone(), access::administration))

@@ -3,14 +3,16 @@
 use axum::body::Body;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
-use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use smg_fleet::snapshot::FLEET_HEADER;
 
 use super::Front;
 use super::error::GatewayError;
 use crate::fleet::table::UNKNOWN_MODEL;
 
+const FLEET: HeaderName = HeaderName::from_static(FLEET_HEADER);
 /// Most decision records in one answer.
 const MAX_LISTED: usize = 200;
 
@@ -25,6 +27,15 @@ pub(super) fn json_response(status: StatusCode, body: &Value) -> Response<Body> 
 /// `GET /health`, `GET /liveness`: the process runs.
 pub(super) async fn alive() -> &'static str {
     "OK"
+}
+
+/// Says whose gateway answers a probe: the fleet's own control plane then takes it for no engine.
+pub(super) async fn name_the_fleet(State(front): State<Front>, mut response: Response<Body>) -> Response<Body> {
+    let fleet = front.core.table.load().snapshot.cluster_id;
+    if let Ok(value) = HeaderValue::from_str(&fleet.to_string()) {
+        response.headers_mut().insert(FLEET, value);
+    }
+    response
 }
 
 /// `GET /readiness`: whether a whole request can be served, with the age of the fleet's state.

@@ -11,6 +11,7 @@
 //! * [`protection`]: what documents say about overload and admission;
 //! * [`tuning`]: what documents say about how policies decide;
 //! * [`access`]: admin tokens, their roles, and how a secret is judged;
+//! * [`listing`]: which engine answers at an address;
 //! * [`mooncake`]: who a Mooncake prefill engine is;
 //! * [`dp`]: data-parallel ranks as workers of their own;
 //! * [`cluster`]: settings of the cluster as a whole;
@@ -22,6 +23,7 @@ pub mod access;
 pub mod cluster;
 pub mod dp;
 pub mod info;
+pub mod listing;
 pub mod matrix;
 pub mod mooncake;
 mod object;

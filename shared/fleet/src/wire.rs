@@ -254,6 +254,7 @@ pub fn facts_to_pb(facts: &Facts) -> pb::Facts {
         kv_connector: facts.kv_connector.clone(),
         kv_role: facts.kv_role.clone(),
         kv_engine_id: facts.kv_engine_id.clone(),
+        owned_by: facts.owned_by.clone(),
     }
 }
 
@@ -271,6 +272,7 @@ pub fn facts_from_pb(facts: pb::Facts) -> Result<Facts, WireError> {
         kv_connector: facts.kv_connector,
         kv_role: facts.kv_role,
         kv_engine_id: facts.kv_engine_id,
+        owned_by: facts.owned_by,
     })
 }
 

@@ -416,6 +416,8 @@ pub struct Facts {
     pub labels: BTreeMap<String, String>,
     /// Models the engine reported.
     pub models: Vec<ModelCard>,
+    /// Who serves the first of them, as the engine lists it over HTTP.
+    pub owned_by: Option<String>,
     /// Whether the engine speaks HTTP/2 without TLS.
     pub http2: bool,
     /// The engine's KV connector; vLLM over gRPC says it.

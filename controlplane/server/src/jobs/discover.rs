@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use http::StatusCode;
 use serde_json::Value;
+use smg_fleet::listing::{self, ListedModel};
 use smg_fleet::{Facts, Runtime, Wire, WorkerSpec, WorkerUrl, mooncake};
 use tokio::time::{Instant, sleep};
 
-use super::facts::{self, ListedModel};
+use super::facts::{self};
 use super::grpc_facts;
 use crate::probe::client::{Answer, ProbeClient, ProbeError};
 use crate::probe::engine::Address;
@@ -89,6 +90,7 @@ async fn grpc(client: &ProbeClient, spec: &WorkerSpec, budget: Budget, whole: bo
         kv_connector: said.kv_connector,
         kv_role: said.kv_role,
         kv_engine_id: said.kv_engine_id,
+        owned_by: None,
     })
 }
 
@@ -140,8 +142,9 @@ impl Engine<'_> {
         };
         let mut merged = labels.clone();
         merged.extend(self.spec.labels.clone());
+        let owned_by = models.first().and_then(|model| model.owned_by.clone());
         let models = facts::cards(&merged, &models);
-        Facts { wire: Wire::Http, runtime, labels, models, kv_engine_id, ..Facts::default() }
+        Facts { wire: Wire::Http, runtime, labels, models, owned_by, kv_engine_id, ..Facts::default() }
     }
 
     /// The KV engine id, by the bootstrap server of a Mooncake prefill engine. That server has no key to ask for.
@@ -182,9 +185,9 @@ impl Engine<'_> {
 
     /// The runtime, and whether some call did not reach the engine.
     async fn detect_once(&self) -> (Option<Runtime>, bool) {
-        let listed = self.call("/v1/models").await;
+        let listed = self.call(listing::PATH).await;
         let models = listed.as_ref().ok().filter(|answer| answer.status.is_success());
-        let models = models.and_then(|answer| facts::listed_models(&answer.body));
+        let models = models.and_then(|answer| listing::models(&answer.body));
         if let Some(runtime) = models.as_deref().and_then(facts::runtime_of) {
             return (Some(runtime), false);
         }
@@ -195,9 +198,9 @@ impl Engine<'_> {
     }
 
     async fn models(&self) -> Vec<ListedModel> {
-        let answer = self.patiently("/v1/models").await;
+        let answer = self.patiently(listing::PATH).await;
         let answer = answer.filter(|answer| answer.status.is_success());
-        answer.and_then(|answer| facts::listed_models(&answer.body)).unwrap_or_default()
+        answer.and_then(|answer| listing::models(&answer.body)).unwrap_or_default()
     }
 
     /// The JSON under the first of two names that the engine knows.

@@ -7,7 +7,8 @@
 use std::collections::BTreeMap;
 
 use serde_json::Value;
-use smg_fleet::validate::{MAX_LABEL_VALUE_BYTES, MAX_MODELS};
+use smg_fleet::listing::{ListedModel, bounded};
+use smg_fleet::validate::MAX_MODELS;
 use smg_fleet::{ModelCard, Runtime};
 
 /// What SGLang's `/server_info` and `/model_info` say that becomes labels.
@@ -38,30 +39,6 @@ const SGLANG_LABELS: [&str; 21] = [
 /// Labels that say how long a context is, best first.
 const CONTEXT_LABELS: [&str; 5] =
     ["context_length", "max_context_length", "max_model_len", "max_total_tokens", "max_seq_len"];
-
-/// One entry of `/v1/models`.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct ListedModel {
-    pub id: String,
-    pub owned_by: Option<String>,
-    pub root: Option<String>,
-    pub max_model_len: Option<u64>,
-}
-
-/// The entries of an answer of `/v1/models`; `None` when it is not one.
-pub(super) fn listed_models(body: &[u8]) -> Option<Vec<ListedModel>> {
-    let body: Value = serde_json::from_slice(body).ok()?;
-    let entry = |entry: &Value| {
-        let text = |name: &str| entry.get(name).and_then(Value::as_str).and_then(bounded);
-        Some(ListedModel {
-            id: text("id").filter(|id| id.len() <= 512)?,
-            owned_by: text("owned_by"),
-            root: text("root"),
-            max_model_len: entry.get("max_model_len").and_then(Value::as_u64),
-        })
-    };
-    Some(body.get("data")?.as_array()?.iter().filter_map(entry).take(MAX_MODELS).collect())
-}
 
 /// The runtime that the owner of the first listed model names.
 pub(super) fn runtime_of(models: &[ListedModel]) -> Option<Runtime> {
@@ -143,12 +120,6 @@ fn scalar(value: &Value) -> Option<String> {
     bounded(&text)
 }
 
-/// A text that may become a label's value.
-pub(super) fn bounded(text: &str) -> Option<String> {
-    let fits = !text.is_empty() && text.len() <= MAX_LABEL_VALUE_BYTES && !text.chars().any(char::is_control);
-    fits.then(|| text.to_owned())
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -157,7 +128,7 @@ mod tests {
     use super::*;
 
     fn models(body: Value) -> Vec<ListedModel> {
-        listed_models(body.to_string().as_bytes()).unwrap()
+        smg_fleet::listing::models(body.to_string().as_bytes()).unwrap()
     }
 
     #[test]
@@ -217,14 +188,6 @@ mod tests {
 
     #[test]
     fn lies_are_left_out() {
-        for garbage in [&b"<html>"[..], b"[]", b"{}", b"{\"data\":7}", b"\xff\xfe"] {
-            assert_eq!(listed_models(garbage), None);
-        }
-        let listed =
-            models(json!({"data": [7, {"id": 7}, {"id": ""}, {"id": "x".repeat(600)}, {"id": "ok\n"}, {"id": "m"}]}));
-        assert_eq!(listed.len(), 1);
-        let many: Vec<Value> = (0..1000).map(|n| json!({"id": n.to_string()})).collect();
-        assert_eq!(models(json!({"data": many})).len(), MAX_MODELS);
         let labels = sglang_labels(Some(&json!({"version": "v".repeat(5000), "tp_size": {"a": 1}})), None, &[]);
         assert!(labels.is_empty());
     }

@@ -10,9 +10,10 @@ use std::collections::BTreeMap;
 use prost_types::Struct;
 use prost_types::value::Kind;
 use serde_json::Value;
+use smg_fleet::Worker;
+use smg_fleet::listing::{Contradiction, bounded, declared_what_was_served};
 use smg_services::engines::{sglang, tokenspeed, vllm};
 
-use super::facts::bounded;
 use crate::probe::engine::{ModelInfo, ServerInfo};
 
 /// Arguments of SGLang that become labels.
@@ -126,6 +127,28 @@ pub(super) fn said(model: Option<&ModelInfo>, server: Option<&ServerInfo>) -> Sa
     }
     let (kv_connector, kv_role, kv_engine_id) = kv;
     Said { labels: labels.renamed(), kv_connector, kv_role, kv_engine_id }
+}
+
+/// How an engine that says this differs from the one a worker was registered with: see [`smg_fleet::listing`].
+pub(super) fn contradiction(worker: &Worker, said: &Said) -> Option<Contradiction> {
+    let facts = worker.facts.as_ref()?;
+    let spec = &worker.spec;
+    let label = |name: &'static str| (facts.labels.get(name), said.labels.get(name));
+    // Weights may be replaced in a running engine: a path counts only where there is no name.
+    let model = match label("served_model_name") {
+        named @ (Some(_), Some(_)) => named,
+        _ => label("model_path"),
+    };
+    let compared = [
+        ("model", model, declared_what_was_served(worker)),
+        ("KV connector", (facts.kv_connector.as_ref(), said.kv_connector.as_ref()), spec.kv_connector.is_some()),
+    ];
+    compared.into_iter().find_map(|(what, pair, declared)| match pair {
+        (Some(before), Some(now)) if before != now => {
+            Some(Contradiction { reason: format!("its {what} is '{now}' now and not '{before}'"), declared })
+        }
+        _ => None,
+    })
 }
 
 fn sglang_model(labels: &mut Labels, info: &sglang::GetModelInfoResponse) {

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use smg_fleet::listing::Contradiction;
 use smg_fleet::{JobStatus, WorkerId};
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
@@ -21,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::crew::Crew;
 use crate::probe::client::ProbeClient;
+use crate::probe::engine::{ModelInfo, ServerInfo};
 use crate::sync::everywhere::AllGateways;
 use crate::writer::{Write, Writer};
 
@@ -48,6 +50,16 @@ pub(crate) async fn facts(
     whole: bool,
 ) -> Result<smg_fleet::Facts, String> {
     discover::facts(client, spec, budget, whole).await
+}
+
+/// How an engine that says this of itself over gRPC differs from the one the worker was registered with. One answer alone is not compared:
+/// the other may name things differently.
+pub(crate) fn contradiction_over_grpc(
+    worker: &smg_fleet::Worker,
+    model: Option<&ModelInfo>,
+    server: Option<&ServerInfo>,
+) -> Option<Contradiction> {
+    grpc_facts::contradiction(worker, &grpc_facts::said(Some(model?), Some(server?)))
 }
 
 /// How patient jobs are; how long registration may take and how often it probes are the fleet's settings.

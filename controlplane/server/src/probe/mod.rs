@@ -2,12 +2,16 @@
 //!
 //! Only transitions are committed, never samples. Each worker has a task of its own; what it probes and how is part of the task's reason,
 //! so a change of settings starts it anew.
+//!
+//! With each probe an engine is also looked at: whether it was started anew, and whether it is still the one that was registered. One that is
+//! not leaves rotation at once. It returns as what it is now, or not at all where that contradicts what its operator declared.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use smg_fleet::listing::{self, Contradiction};
 use smg_fleet::policy::Probe;
 use smg_fleet::{Facts, Health, Intent, Runtime, Secret, Settings, Wire, Worker, WorkerId, WorkerType};
 use smg_state::{Command, State};
@@ -59,12 +63,23 @@ impl Default for Timing {
     }
 }
 
+/// What a look at an engine that is well showed.
+#[derive(Debug, Default)]
+struct Look {
+    /// It is another process than last time, as far as it says.
+    restarted: bool,
+    /// It is another engine than the one that was registered.
+    other: Option<Contradiction>,
+}
+
 /// What is probed, and how.
 #[derive(Debug, Clone, PartialEq)]
 struct Target {
     url: String,
     key: Option<Secret>,
     runtime: Runtime,
+    /// Whether the operator said so.
+    declared: bool,
     worker_type: WorkerType,
     probe: Probe,
 }
@@ -126,6 +141,7 @@ fn targets(state: &State) -> BTreeMap<WorkerId, Target> {
             url: worker.spec.url.clone(),
             key: worker.spec.api_key.clone(),
             runtime: worker.runtime(),
+            declared: worker.spec.runtime != Runtime::Unspecified,
             worker_type: worker.spec.worker_type,
             probe: probe.for_worker(&worker.spec.health),
         };
@@ -144,16 +160,42 @@ impl Shared {
         let interval = self.secs(target.probe.check_interval_secs);
         sleep(interval.min(self.timing.spread).mul_f64(rand::random())).await;
         let (mut judge, mut restarts, mut attempts) = (Judge::default(), Restarts::default(), Attempts::default());
-        let mut unconfirmed = false;
+        let (mut unconfirmed, mut said) = (false, None);
         loop {
             let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
+            let mut health = worker.health;
             let verdict = if target.probe.disabled {
                 (worker.health != Health::Ready).then_some(Health::Ready)
             } else {
-                let succeeded = self.probe(&target).await;
-                if succeeded && self.has_restarted(&worker, &target, &mut restarts).await {
-                    self.note_restart(&worker);
+                let (succeeded, look) = self.look(&worker, &target, &mut restarts).await;
+                let reason = look.other.as_ref().map(|other| other.reason.clone());
+                let is_new = reason.is_some() && reason != said;
+                if look.restarted || is_new {
+                    self.note_restart(&worker, reason.as_deref());
+                }
+                if look.restarted || look.other.is_some() {
                     attempts = Attempts::after_restart();
+                }
+                // Under what the fleet knows of it requests would go wrong, or wait for KV from a process that is gone.
+                let misleads = look.other.is_some() || (look.restarted && worker.learned_engine_id().is_some());
+                if misleads && health == Health::Ready && self.may_commit(id, health, Health::NotReady, interval) {
+                    let command = Command::SetHealth { id, health: Health::NotReady };
+                    if self.writer.write(Write::of("prober", command)).await.is_ok() {
+                        health = Health::NotReady;
+                    }
+                }
+                said = reason;
+                if look.other.is_some_and(|other| other.declared) {
+                    if let Some(verdict) =
+                        judge.observe(health, false, &target.probe).filter(|_| health != Health::Ready)
+                    {
+                        let command = Command::SetHealth { id, health: verdict };
+                        if let Err(error) = self.writer.write(Write::of("prober", command)).await {
+                            tracing::warn!(target: "smg", worker = target.url, %error, "a health change was not committed");
+                        }
+                    }
+                    sleep(interval.min(self.timing.unready_interval)).await;
+                    continue;
                 }
                 judge.observe(worker.health, succeeded, &target.probe)
             };
@@ -167,12 +209,12 @@ impl Shared {
                 sleep(interval.min(self.timing.unready_interval)).await;
                 continue;
             }
-            let mut health = worker.health;
             if let Some(facts) = facts {
-                let command = Command::RefreshFacts { id, facts: Box::new(facts), health: verdict.unwrap_or(health) };
+                let known = verdict.unwrap_or(worker.health);
+                let command = Command::RefreshFacts { id, facts: Box::new(facts), health: known };
                 match self.writer.write(Write::of("prober", command)).await {
                     Ok(_) => {
-                        health = verdict.unwrap_or(health);
+                        health = known;
                         if let Some(worker) = self.writer.store().local().worker(id) {
                             jobs::warn_of_another_engine_id(worker);
                         }
@@ -206,52 +248,86 @@ impl Shared {
         }
     }
 
-    async fn probe(&self, target: &Target) -> bool {
+    /// Probes an engine, and looks at one that is well.
+    async fn look(&self, worker: &Worker, target: &Target, restarts: &mut Restarts) -> (bool, Look) {
+        match self.probe(target).await {
+            None => (false, Look::default()),
+            Some(runtime) if runtime != target.runtime => {
+                let reason = format!("it is {runtime} now and not {}", target.runtime);
+                (true, Look { restarted: false, other: Some(Contradiction { reason, declared: target.declared }) })
+            }
+            Some(_) if speaks_grpc(&target.url) => (true, self.look_over_grpc(worker, target, restarts).await),
+            Some(_) => (true, self.look_over_http(worker, target, restarts).await),
+        }
+    }
+
+    /// Probes an engine: which one answers if it is well. Over HTTP that is not asked here.
+    async fn probe(&self, target: &Target) -> Option<Runtime> {
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
         let answer = if speaks_grpc(&target.url) {
-            self.client.engines().health(self.address(target), target.runtime).await.map_err(|error| error.to_string())
+            let (at, engines) = (self.address(target), self.client.engines());
+            let answer = match target.declared {
+                true => engines.health(at, target.runtime).await.map(|()| target.runtime),
+                false => engines.detect(at, target.runtime).await,
+            };
+            answer.map_err(|error| error.to_string())
         } else {
             let url = format!("{}{}", target.url, target.probe.endpoint);
             let (fleet, limit) = (self.writer.store().local().cluster_id(), self.secs(target.probe.timeout_secs));
             match self.client.status(&url, target.key.as_deref(), fleet, limit).await {
-                Ok(status) if status.is_success() => Ok(()),
+                Ok(status) if status.is_success() => Ok(target.runtime),
                 Ok(status) => Err(format!("it answered {status}")),
                 Err(error) => Err(error.to_string()),
             }
         };
-        let succeeded = answer.is_ok();
-        if let Err(reason) = answer {
-            tracing::debug!(target: "smg", worker = target.url, reason, "a health probe failed");
-        }
-        let result = if succeeded { "success" } else { "failure" };
+        let result = if answer.is_ok() { "success" } else { "failure" };
         self.metrics.worker_health_checks.with_label_values(&[target.worker_type.as_str(), result]).inc();
-        succeeded
+        answer
+            .inspect_err(|reason| tracing::debug!(target: "smg", worker = target.url, reason, "a health probe failed"))
+            .ok()
     }
 
     fn address<'a>(&self, target: &'a Target) -> Address<'a> {
         Address { url: &target.url, key: target.key.as_deref(), limit: self.secs(target.probe.timeout_secs) }
     }
 
-    /// Whether the engine is another process than last time, as far as it says.
-    async fn has_restarted(&self, worker: &Worker, target: &Target, restarts: &mut Restarts) -> bool {
-        if !speaks_grpc(&target.url) {
-            return restarts.observe(self.start_time(target).await);
-        }
+    async fn look_over_http(&self, worker: &Worker, target: &Target, restarts: &mut Restarts) -> Look {
+        let (started, listed) = tokio::join!(self.start_time(target), self.listed(target));
+        Look { restarted: restarts.observe(started), other: listing::contradiction(worker, &listed) }
+    }
+
+    async fn look_over_grpc(&self, worker: &Worker, target: &Target, restarts: &mut Restarts) -> Look {
         // The semaphore is never closed.
         let _slot = self.slots.acquire().await;
-        let info = self.client.engines().server_info(self.address(target), target.runtime).await;
+        let engines = self.client.engines();
+        let (model, server) = tokio::join!(
+            engines.model_info(self.address(target), target.runtime),
+            engines.server_info(self.address(target), target.runtime),
+        );
+        let (model, server) = (model.ok().flatten(), server.ok().flatten());
         let started =
             |uptime: f64| (uptime > 0.0).then(|| Duration::from_millis(smg_net::unix_millis()).as_secs_f64() - uptime);
-        match info {
-            Ok(Some(ServerInfo::Vllm(info))) => {
+        let restarted = match &server {
+            Some(ServerInfo::Vllm(info)) => {
                 let had = worker.facts.as_ref().and_then(|facts| facts.kv_engine_id.as_deref());
                 restarts.observe_id(Some(&*info.kv_engine_id).filter(|id| !id.is_empty()), had)
             }
-            Ok(Some(ServerInfo::Sglang(info))) => restarts.observe(started(info.uptime_seconds)),
-            Ok(Some(ServerInfo::TokenSpeed(info))) => restarts.observe(started(info.uptime_seconds)),
-            Ok(None) | Err(_) => false,
-        }
+            Some(ServerInfo::Sglang(info)) => restarts.observe(started(info.uptime_seconds)),
+            Some(ServerInfo::TokenSpeed(info)) => restarts.observe(started(info.uptime_seconds)),
+            None => false,
+        };
+        Look { restarted, other: jobs::contradiction_over_grpc(worker, model.as_ref(), server.as_ref()) }
+    }
+
+    /// The models that an engine lists; none where it has no list.
+    async fn listed(&self, target: &Target) -> Vec<listing::ListedModel> {
+        // The semaphore is never closed.
+        let _slot = self.slots.acquire().await;
+        let url = format!("{}{}", target.url, listing::PATH);
+        let answer = self.client.get(&url, target.key.as_deref(), self.secs(target.probe.timeout_secs)).await;
+        let answer = answer.ok().filter(|answer| answer.status.is_success());
+        answer.and_then(|answer| listing::models(&answer.body)).unwrap_or_default()
     }
 
     /// When the engine's process was started, by its own metrics; not every engine says so.
@@ -263,12 +339,19 @@ impl Shared {
         answer.status.is_success().then(|| restart::start_time(&answer.body)).flatten()
     }
 
-    fn note_restart(&self, worker: &Worker) {
+    fn note_restart(&self, worker: &Worker, differs: Option<&str>) {
         self.metrics.worker_restarts.with_label_values(&[worker.spec.worker_type.as_str()]).inc();
-        tracing::warn!(
-            target: "smg", worker = worker.spec.url, id = %worker.id, kv_engine_id = worker.kv_engine_id(),
-            "the engine was started anew and is asked again what it is; a kv_engine_id given at registration is kept"
-        );
+        match differs {
+            Some(reason) => tracing::warn!(
+                target: "smg", worker = worker.spec.url, id = %worker.id, reason,
+                "another engine answers than the one that was registered: it gets no requests until it is known for what it is; \
+                 where that contradicts what was declared, register it anew"
+            ),
+            None => tracing::warn!(
+                target: "smg", worker = worker.spec.url, id = %worker.id, kv_engine_id = worker.kv_engine_id(),
+                "the engine was started anew and is asked again what it is; a kv_engine_id given at registration is kept"
+            ),
+        }
     }
 
     /// What an engine says of itself; `None` when it says less than it should.

@@ -24,6 +24,17 @@ const MAX_MESSAGE: usize = 64 * 1024 * 1024;
 /// What an abort gives as its reason.
 const REASON: &str = "Stream dropped";
 
+/// Which engine of a kind it is. Empty = it does not say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineIdentity {
+    /// The name of its model.
+    pub served_model_name: String,
+    /// What it was loaded from.
+    pub model_path: String,
+    /// How vLLM moves KV.
+    pub kv_connector: String,
+}
+
 /// The client of one engine.
 #[derive(Debug, Clone)]
 pub enum Client {
@@ -60,6 +71,40 @@ impl Client {
             Self::Vllm(mut client) => client.health_check(vllm::HealthCheckRequest {}).await?.into_inner().healthy,
             Self::Tokenspeed(mut client) => {
                 client.health_check(tokenspeed::HealthCheckRequest {}).await?.into_inner().healthy
+            }
+        })
+    }
+
+    /// What the engine says of its model and its KV connector.
+    ///
+    /// # Errors
+    /// When it does not say.
+    pub async fn identity(&self) -> Result<EngineIdentity, Status> {
+        Ok(match self.clone() {
+            Self::Sglang(mut client) => {
+                let model = client.get_model_info(sglang::GetModelInfoRequest {}).await?.into_inner();
+                EngineIdentity {
+                    served_model_name: model.served_model_name,
+                    model_path: model.model_path,
+                    kv_connector: String::new(),
+                }
+            }
+            Self::Vllm(mut client) => {
+                let model = client.get_model_info(vllm::GetModelInfoRequest {}).await?.into_inner();
+                let server = client.get_server_info(vllm::GetServerInfoRequest {}).await?.into_inner();
+                EngineIdentity {
+                    served_model_name: model.served_model_name,
+                    model_path: model.model_path,
+                    kv_connector: server.kv_connector,
+                }
+            }
+            Self::Tokenspeed(mut client) => {
+                let model = client.get_model_info(tokenspeed::GetModelInfoRequest {}).await?.into_inner();
+                EngineIdentity {
+                    served_model_name: model.served_model_name,
+                    model_path: model.model_path,
+                    kv_connector: String::new(),
+                }
             }
         })
     }

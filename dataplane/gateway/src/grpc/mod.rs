@@ -64,9 +64,14 @@ use running::Running;
 impl Core {
     /// How a worker is spoken to over gRPC; `None` when it does not speak it, or not in a way that is known here.
     pub fn client_of(&self, worker: &RoutedWorker) -> Option<Client> {
+        self.client_as(worker, worker.engine())
+    }
+
+    /// How it is spoken to as an engine of this runtime.
+    pub fn client_as(&self, worker: &RoutedWorker, runtime: Runtime) -> Option<Client> {
         let url = worker.record.url().ok()?;
         let channel = worker.runtime.channel(url.as_str(), self.options.worker_tls.as_ref())?;
-        Client::new(worker.engine(), channel)
+        Client::new(runtime, channel)
     }
 }
 

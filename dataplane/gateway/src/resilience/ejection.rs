@@ -4,28 +4,24 @@
 //! 1 s, 2 s … at most 5 s, and takes it back on the first success. There is at most one such task a worker; it ends when the worker is
 //! back, leaves the fleet, or the gateway closes.
 //!
-//! What comes back may be another engine process. A Mooncake prefill whose KV engine id was learned from its bootstrap server is asked there
-//! again first: under the id of the process that died every decode engine would wait for minutes.
+//! What comes back may be another engine: it is asked who it is before it gets a request ([`super::identity`]).
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use http::{Request, header};
-use http_body_util::{BodyExt, Limited};
-use smg_fleet::{Wire, mooncake};
+use smg_fleet::Wire;
 use smg_net::backoff::Backoff;
 use smg_telemetry::SMG;
 
 use crate::core::Core;
 use crate::dispatch::leg::LegBody;
 use crate::fleet::worker::RoutedWorker;
+use crate::resilience::identity;
 
 const PROBES: Backoff =
     Backoff { initial: Duration::from_millis(500), max: Duration::from_secs(5), multiplier: 2.0, jitter: 0.1 };
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest answer of a bootstrap server.
-const MAX_ANSWER: usize = 4 * 1024 * 1024;
 
 /// Ejects a worker that could not be connected to.
 pub fn eject(core: &Arc<Core>, worker: &Arc<RoutedWorker>, reason: &str) {
@@ -35,6 +31,7 @@ pub fn eject(core: &Arc<Core>, worker: &Arc<RoutedWorker>, reason: &str) {
     tracing::warn!(target: SMG, worker = %worker.url, reason, "worker is unreachable and leaves rotation");
     let (core, worker) = (Arc::clone(core), Arc::clone(worker));
     smg_net::spawn("probe-ejected", async move {
+        let mut said = String::new();
         for failure in 0.. {
             let pause = tokio::time::sleep(PROBES.delay(failure, rand::random()));
             tokio::select! {
@@ -44,45 +41,35 @@ pub fn eject(core: &Arc<Core>, worker: &Arc<RoutedWorker>, reason: &str) {
             if core.table.load().runtime(worker.id()).is_none() {
                 return;
             }
-            if probe(&core, &worker).await && knows_its_engine_id(&core, &worker).await {
-                worker.runtime.readmit();
-                tracing::info!(target: SMG, worker = %worker.url, "worker answers again and returns to rotation");
-                return;
+            if !probe(&core, &worker).await {
+                continue;
+            }
+            match identity::verify(&core, &worker).await {
+                Ok(()) => {
+                    worker.runtime.readmit();
+                    tracing::info!(target: SMG, worker = %worker.url, "worker answers again and returns to rotation");
+                    return;
+                }
+                // Once a reason: it may stand for as long as the engine runs.
+                Err(reason) if reason != said => {
+                    tracing::warn!(
+                        target: SMG, worker = %worker.url, reason,
+                        "what answers is not what the fleet knows, and gets no requests until it is"
+                    );
+                    said = reason;
+                }
+                Err(_) => {}
             }
         }
     });
 }
 
-/// Learns what the engine calls itself by now, where that decides whether its KV is found. False when it does not say, though it did before.
-async fn knows_its_engine_id(core: &Core, worker: &RoutedWorker) -> bool {
-    let record = &worker.record;
-    let query = mooncake::query_url(&record.spec, record.runtime(), &worker.bootstrap_host);
-    // Over gRPC an engine tells its id itself.
-    let asked = record.wire() == Wire::Http && record.learned_engine_id().is_some();
-    let Some(query) = query.filter(|_| asked) else { return true };
-    let width = record.label("dp_size").and_then(|size| size.parse().ok()).unwrap_or(1);
-    match ask(core, &query).await.and_then(|answer| mooncake::engine_id(&answer, width)) {
-        Some(engine_id) => {
-            worker.learn_engine_id(&engine_id);
-            true
-        }
-        // An id of the operator's counts either way.
-        None => record.spec.kv_engine_id.is_some(),
-    }
-}
-
-async fn ask(core: &Core, url: &str) -> Option<Bytes> {
-    let request = Request::get(url).body(LegBody::Empty).ok()?;
-    let exchange = async {
-        let response = core.client.request(request).await.ok().filter(|response| response.status().is_success())?;
-        Some(Limited::new(response.into_body(), MAX_ANSWER).collect().await.ok()?.to_bytes())
-    };
-    tokio::time::timeout(PROBE_TIMEOUT, exchange).await.unwrap_or(None)
-}
-
 async fn probe(core: &Core, worker: &RoutedWorker) -> bool {
     if worker.record.wire() == Wire::Grpc {
-        let Some(client) = core.client_of(worker) else { return false };
+        // The fleet may know by now that it is another engine than the one that was ejected.
+        let known = core.table.load().workers.get(&worker.id()).map(|known| known.runtime());
+        let client = core.client_as(worker, known.unwrap_or_else(|| worker.engine()));
+        let Some(client) = client else { return false };
         return matches!(tokio::time::timeout(PROBE_TIMEOUT, client.is_healthy()).await, Ok(Ok(true)));
     }
     let endpoint = core.table.load().snapshot.settings("").probe.endpoint;

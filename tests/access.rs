@@ -236,6 +236,10 @@ async fn a_tokens_secret_is_shown_once_and_a_revoked_one_opens_nothing() {
     assert_eq!(ask(&smg, "GET", "/fleet/decisions", Some(viewer)).await.status(), StatusCode::UNAUTHORIZED);
     let gone = ask(&smg, "DELETE", &format!("/fleet/tokens/{}", ids[1]), Some(root)).await;
     assert_eq!(gone.status(), StatusCode::NOT_FOUND);
+    assert_eq!(gone.json::<Value>().await.unwrap()["code"], "TOKEN_NOT_FOUND");
+    let taken = call(&smg, "POST", "/fleet/tokens", Some(root), &json!({"name": "root", "role": "viewer"})).await;
+    assert_eq!(taken.status(), StatusCode::CONFLICT);
+    assert_eq!(taken.json::<Value>().await.unwrap()["code"], "TOKEN_ALREADY_EXISTS");
 }
 
 #[tokio::test]

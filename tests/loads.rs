@@ -159,6 +159,27 @@ async fn an_engine_that_is_too_busy_to_report_stays_in_rotation() {
 }
 
 #[tokio::test]
+async fn engines_are_asked_for_their_load_where_it_is_wanted_though_nothing_needs_it() {
+    let idle = [
+        "--disable-load-monitoring",
+        "--disable-worker-overload-protection",
+        "--load-monitor-interval",
+        "1",
+        "--policy",
+        "round_robin",
+    ];
+    let (wanted, _prefill, _decode) = sglang_pair(&[&idle[..], &["--engine-metrics"]].concat()).await;
+    let (unwanted, prefill, decode) = sglang_pair(&idle).await;
+    let asked = |engine: &MockEngine| engine.requests().iter().any(|request| request.path == "/v1/loads");
+    eventually("three rounds of questions", || async {
+        (wanted.metric("smg_engine_load_polls_total", &[]).await >= 6.0).then_some(())
+    })
+    .await;
+    assert_eq!(unwanted.metric("smg_engine_load_polls_total", &[]).await, 0.0);
+    assert!(!asked(&prefill) && !asked(&decode));
+}
+
+#[tokio::test]
 async fn an_engine_that_was_started_anew_is_asked_again_and_keeps_its_registered_engine_id() {
     let engine = || MockEngine::builder().engine(Engine::Vllm).role(Role::Prefill).connector(Connector::Mooncake);
     let prefill = engine().model(MODEL).start().await.unwrap();
@@ -169,7 +190,7 @@ async fn an_engine_that_was_started_anew_is_asked_again_and_keeps_its_registered
         (prefill.requests().iter().filter(|request| request.path == "/metrics").count() >= 3).then_some(())
     })
     .await;
-    let asked = || prefill.requests().iter().filter(|request| request.path == "/v1/models").count();
+    let asked = || prefill.requests().iter().filter(|request| request.path == "/version").count();
     let before = asked();
     prefill.restart().await.unwrap();
     eventually("the restart was noticed", || async {

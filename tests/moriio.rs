@@ -5,6 +5,7 @@ mod support;
 
 use mock_engine::Recorded;
 use serde_json::{Value, json};
+use support::refusals::*;
 use support::*;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -146,8 +147,7 @@ async fn a_misconfigured_pair_is_refused_before_either_leg_and_the_log_says_why(
         // What is wrong with the request comes second.
         let body = json!({"model": model, "text": "a", "n": 2});
         let response = smg.post("/generate", &body).await;
-        assert_eq!(outcome(&response), (503, "moriio_pair_misconfigured".to_owned()), "{model}");
-        let message = response.text().await.unwrap();
+        let message = refused(response, 503, "moriio_pair_misconfigured").await;
         assert!(!message.contains("10.0.0.9") && !message.contains("label"), "{model}: {message}");
         assert!(smg.log().contains(reason), "{model}: {reason}");
         assert_eq!(prefill.generation_count() + decode.generation_count(), 0);
@@ -184,12 +184,20 @@ async fn assert_refused(connector: Connector, dispatch: &str) {
         (CHAT, with(chat(), "request_id", json!(MARKED)), "id", reserved),
     ];
     for (path, body, id, (status, code)) in rows {
-        let response = smg.post_as(id, path, &body).await;
-        assert_eq!(outcome(&response), (status, code.to_owned()), "{path} {body}");
+        refused(smg.post_as(id, path, &body).await, status, code).await;
     }
+    let input = json!({"model": MODEL, "input": "a", "messages": chat()["messages"], "query": "a", "documents": ["b"]});
+    for path in ["/v1/responses", "/v1/rerank"] {
+        refused(smg.post(path, &input).await, 501, "moriio_route_unsupported").await;
+    }
+    let message = smg.post("/v1/messages", &input).await;
+    assert_eq!(outcome(&message), (501, "moriio_route_unsupported".to_owned()));
+    assert_eq!(message.json::<Value>().await.unwrap()["type"], "error", "in the words of that API");
+    // Counting takes one prefill and no pair.
+    assert_eq!(smg.post("/v1/messages/count_tokens", &input).await.status(), 200);
     let twice =
         smg.client.post(format!("{}{CHAT}", smg.url)).header("x-request-id", "good").header("x-request-id", MARKED);
-    assert_eq!(outcome(&twice.json(&chat()).send().await.unwrap()), (400, "moriio_request_id_reserved".to_owned()));
+    refused(twice.json(&chat()).send().await.unwrap(), 400, "moriio_request_id_reserved").await;
     assert_eq!(prefill.generation_count() + decode.generation_count(), 0);
     for body in [with(completion(), "prompt", json!(["a"])), with(completion(), "n", json!(1))] {
         assert_eq!(smg.post(COMPLETIONS, &body).await.status(), 200, "{body}");
@@ -224,8 +232,7 @@ async fn a_handoff_of_a_wrong_shape_reaches_no_decode_engine() {
     let wrong = wrong_handoffs();
     for (number, patch) in wrong.iter().enumerate() {
         prefill.alter_handoffs(Some(patch.clone()));
-        let response = smg.post(CHAT, &chat()).await;
-        assert_eq!(outcome(&response), (502, "moriio_handoff_invalid".to_owned()), "{patch}");
+        refused(smg.post(CHAT, &chat()).await, 502, "moriio_handoff_invalid").await;
         assert_eq!(transfer_failures(&smg).await, (number + 1) as f64, "{patch}: the pair is tried once");
     }
     assert_eq!((prefill.generation_count(), decode.generation_count()), (wrong.len() as u64, 0));
@@ -257,8 +264,7 @@ async fn under_concurrent_dispatch_no_answer_comes_out_before_its_handoff_has_pa
         // The push has arrived by then, so the decode engine may well have answered already.
         prefill.alter_handoffs(Some(patch.clone()));
         let body = if number % 2 == 0 { chat() } else { chat_stream() };
-        let response = smg.post(CHAT, &body).await;
-        assert_eq!(outcome(&response), (502, "moriio_handoff_invalid".to_owned()), "{patch}");
+        refused(smg.post(CHAT, &body).await, 502, "moriio_handoff_invalid").await;
     }
     assert_eq!(transfer_failures(&smg).await, wrong.len() as f64);
     assert_eq!(outcomes(&smg, &decode).await, 0.0, "a dropped leg says nothing about its worker");
@@ -276,8 +282,7 @@ async fn a_complete_decode_answer_waits_for_the_prefill() {
             .status(200, r#"{"kv_transfer_params":null}"#)
             .delay_head(std::time::Duration::from_millis(300)),
     );
-    let response = smg.post(CHAT, &chat()).await;
-    assert_eq!(outcome(&response), (502, "moriio_handoff_invalid".to_owned()));
+    refused(smg.post(CHAT, &chat()).await, 502, "moriio_handoff_invalid").await;
     assert_eq!(last(&decode).status, Some(200));
 }
 

@@ -9,6 +9,7 @@ use futures::future::join_all;
 use reqwest::StatusCode;
 use serde_json::json;
 use support::fleet::*;
+use support::refusals::*;
 use support::*;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -201,10 +202,9 @@ async fn with_the_shed_flag_requests_are_refused_with_a_hint_and_not_retried() {
     smg.register_pair(&prefill, &decode).await;
     until_reported(&smg, [&decode]).await;
     let response = smg.post_as("shed", CHAT, &chat()).await;
-    assert_eq!((response.status().as_u16(), code(&response)), (503, "worker_overload_protection_shed"));
     assert_eq!(response.headers()["retry-after"], "2");
-    let body: serde_json::Value = response.json().await.unwrap();
-    assert_eq!(body["error"]["message"], format!("All workers for model '{MODEL}' are overloaded"));
+    let message = refused(response, 503, "worker_overload_protection_shed").await;
+    assert_eq!(message, format!("All workers for model '{MODEL}' are overloaded"));
     assert_eq!((prefill.generation_count(), decode.generation_count()), (0, 0));
     assert_eq!(smg.metric("smg_worker_overload_shed_total", &[("stage", "selection")]).await, 1.0);
     assert_eq!(smg.metric("smg_worker_retries_total", &[]).await, 0.0);
@@ -239,11 +239,9 @@ async fn with_the_shed_flag_a_decode_worker_that_became_overloaded_during_prefil
             overloaded(0.0).await;
             continue;
         }
-        assert_eq!((response.status().as_u16(), code(&response)), (503, "worker_overload_protection_shed"));
         assert_eq!(response.headers()["retry-after"], "1");
-        let body: serde_json::Value = response.json().await.unwrap();
-        let message = format!("Worker '{}' for model '{MODEL}' became overloaded before dispatch", decode.url());
-        assert_eq!(body["error"]["message"], message);
+        let expected = format!("Worker '{}' for model '{MODEL}' became overloaded before dispatch", decode.url());
+        assert_eq!(refused(response, 503, "worker_overload_protection_shed").await, expected);
         assert_eq!(decode.generation_count(), served);
         assert_eq!(smg.metric("smg_worker_overload_shed_total", &[("stage", "dispatch")]).await, 1.0);
         assert_eq!(smg.metric("smg_pd_orphaned_handoffs_total", &[]).await, 1.0);
@@ -333,11 +331,10 @@ async fn a_full_queue_and_a_wait_that_is_over_are_refused_with_a_hint_and_not_re
     prefill.wait_for_generations(1, PATIENCE).await.unwrap();
     let waiting = in_background(&smg, "waiting");
     until_queued(&smg, 1.0).await;
-    let refused = smg.post(CHAT, &chat()).await;
-    assert_eq!((refused.status().as_u16(), code(&refused)), (429, "pd_prefill_queue_full"));
-    assert_eq!(refused.headers()["retry-after"], "1");
-    let over = waiting.await.unwrap();
-    assert_eq!((over.status().as_u16(), code(&over)), (429, "pd_prefill_queue_timeout"));
+    let full = smg.post(CHAT, &chat()).await;
+    assert_eq!(full.headers()["retry-after"], "1");
+    refused(full, 429, "pd_prefill_queue_full").await;
+    refused(waiting.await.unwrap(), 429, "pd_prefill_queue_timeout").await;
     for reason in ["queue_full", "queue_timeout"] {
         assert_eq!(smg.metric("smg_pd_prefill_admission_rejections_total", &[("reason", reason)]).await, 1.0);
     }

@@ -257,6 +257,10 @@ async fn a_workers_key_goes_with_every_question_and_is_shown_nowhere() {
         ids.push(smg.register(&spec_with(engine, role, json!({"api_key": key}))).await);
     }
     until_probed(&decode).await;
+    for engine in [&prefill, &decode] {
+        let asked = |engine: &MockEngine| engine.requests().iter().any(|request| request.path == "/v1/loads");
+        engine.wait_until(PATIENCE, asked).await.expect("it is asked for its load");
+    }
     assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
     for path in ["/get_server_info", "/health_generate", "/engine_metrics"] {
         assert_eq!(smg.get(path).await.status(), StatusCode::OK, "{path}");

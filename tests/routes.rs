@@ -3,7 +3,7 @@
 
 mod support;
 
-use reqwest::StatusCode;
+use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
 use support::*;
 
@@ -45,9 +45,10 @@ async fn messages_responses_and_rerank_reach_both_legs_verbatim_with_a_rendezvou
 }
 
 #[tokio::test]
-async fn the_prefill_leg_of_a_response_is_capped_in_its_own_field() {
+async fn the_prefill_leg_of_a_response_and_of_a_message_is_capped_in_its_own_field() {
     let engine = |role| async move {
         let builder = MockEngine::builder().engine(Engine::Vllm).role(role).connector(Connector::Nixl).model(MODEL);
+        let builder = builder.override_path("/v1/messages", 200, ANSWER);
         builder.override_path("/v1/responses", 200, ANSWER).start().await.unwrap()
     };
     let (prefill, decode) = (engine(Role::Prefill).await, engine(Role::Decode).await);
@@ -60,6 +61,15 @@ async fn the_prefill_leg_of_a_response_is_capped_in_its_own_field() {
     let seen = requests_on(&prefill, "/v1/responses").pop().unwrap();
     assert_eq!((&seen["max_output_tokens"], &seen["max_tokens"]), (&json!(1), &json!(9)));
     assert_eq!(requests_on(&decode, "/v1/responses").pop().unwrap(), body);
+    let mut message = json!({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 64});
+    for streams in [false, true] {
+        message["stream"] = json!(streams);
+        assert_eq!(smg.post("/v1/messages", &message).await.status(), StatusCode::OK);
+        let seen = requests_on(&prefill, "/v1/messages").pop().unwrap();
+        assert_eq!((&seen["max_tokens"], &seen["stream"]), (&json!(1), &json!(false)));
+        assert_eq!(seen["messages"], message["messages"]);
+        assert_eq!(requests_on(&decode, "/v1/messages").pop().unwrap(), message, "the client's own limit");
+    }
 }
 
 #[tokio::test]
@@ -140,16 +150,20 @@ async fn models_are_listed_and_looked_up_in_the_shape_of_the_clients_api() {
     assert_eq!((&list["data"][0]["type"], &list["last_id"]), (&json!("model"), &json!(MODEL)));
 }
 
+/// The gateway refused it with this status, and with this code in the header and in the body.
+async fn assert_refused(response: Response, status: u16, code: &str) {
+    assert_eq!((response.status().as_u16(), &response.headers()["x-smg-error-code"]), (status, &code.parse().unwrap()));
+    assert_eq!(response.json::<Value>().await.unwrap()["error"]["code"], code);
+}
+
 #[tokio::test]
 async fn operators_can_ask_engines_through_the_gateway() {
     let paths = ["/health_generate", "/flush_cache"];
     let (prefill, decode) = (sglang_with(Role::Prefill, &paths).await, sglang_with(Role::Decode, &paths).await);
     let smg = Smg::launch(&[]).await;
-    let refused = smg.get("/get_server_info").await;
-    assert_eq!(
-        (refused.status(), refused.headers()["x-smg-error-code"].to_str().unwrap()),
-        (StatusCode::SERVICE_UNAVAILABLE, "no_prefill_servers")
-    );
+    assert_refused(smg.get("/get_server_info").await, 503, "no_prefill_servers").await;
+    assert_refused(smg.get("/health_generate").await, 503, "no_healthy_worker_pair").await;
+    assert_refused(smg.get("/engine_metrics").await, 500, "no_engine_metrics").await;
     smg.register_pair(&prefill, &decode).await;
     assert_eq!(smg.get("/get_server_info").await.status(), StatusCode::OK);
     assert_eq!(smg.get("/get_model_info").await.status(), StatusCode::OK);
@@ -158,6 +172,9 @@ async fn operators_can_ask_engines_through_the_gateway() {
     for engine in [&prefill, &decode] {
         assert!(metrics.contains(&format!("worker_addr=\"{}\"", engine.url())), "{metrics}");
     }
+    decode.set_fault(Fault::path("/health_generate").status(503, "{}"));
+    assert_refused(smg.get("/health_generate").await, 503, "health_generate_failed").await;
+    decode.clear_faults();
     let flushed = smg.client.post(format!("{}/flush_cache", smg.url)).send().await.unwrap();
     assert_eq!(flushed.status(), StatusCode::OK);
     assert_eq!(flushed.json::<Value>().await.unwrap()["workers_flushed"], 2);

@@ -172,6 +172,8 @@ fn every_documented_grpc_start_command_parses_and_keeps_its_model() {
         let model = launch(line).text.model_path;
         assert_eq!(model.as_deref(), Some(std::path::Path::new("meta-llama/Llama-3.1-8B-Instruct")), "{line}");
     }
+    let named = launch("smg launch --model m").text.model_path;
+    assert_eq!(named.as_deref(), Some(std::path::Path::new("m")), "the other name of the flag");
 }
 
 #[test]

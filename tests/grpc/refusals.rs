@@ -30,6 +30,24 @@ async fn a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest() {
 }
 
 #[tokio::test]
+async fn requests_beyond_a_decode_window_wait_for_a_place_and_are_all_served() {
+    let decode = builder(Engine::Sglang, Role::Decode).max_running(1).token_delay(Duration::from_millis(20));
+    let decode = decode.start().await.unwrap();
+    let pair = Pair::behind(Smg::launch(&[]).await, grpc(Engine::Sglang, Role::Prefill).await, decode).await;
+    let body = chat();
+    let asked = (0..5).map(|_| pair.smg.post(CHAT, &body));
+    for response in futures::future::join_all(asked).await {
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+    assert_eq!(pair.decode.peak_active(), 1, "the engine was never given more than it runs");
+    let waits = pair.smg.metric("smg_pd_admission_waits_total", &[]).await;
+    assert!((1.0..=4.0).contains(&waits), "{waits}");
+    assert_eq!(pair.smg.metric("smg_pd_admission_sheds_total", &[]).await, 0.0);
+    assert_eq!(pair.smg.metric("smg_worker_http2", &[("worker", &pair.decode.url())]).await, 1.0);
+    pair.is_clean().await;
+}
+
+#[tokio::test]
 async fn a_prompt_longer_than_the_smaller_window_reaches_no_engine() {
     let decode = builder(Engine::Sglang, Role::Decode).max_model_len(50).start().await.unwrap();
     let prefill = builder(Engine::Sglang, Role::Prefill).max_model_len(100).start().await.unwrap();

@@ -43,12 +43,33 @@ pub const TABLES: &[Table] = &[
                 By(&[("tests/errors.rs", "a_prefill_response_that_breaks_off_or_never_ends_is_the_prefills_failure")]),
             ),
             (
-                "prefill_bad_request and the other codes of a parallel prefill",
+                "decode_read_failed, worker_read_failed, worker_request_failed",
+                By(&[("tests/codes.rs", "what_breaks_behind_the_gateway_has_the_code_of_its_leg")]),
+            ),
+            (
+                "prefill_bad_request, prefill_not_found, prefill_internal_error, prefill_bad_gateway, prefill_unavailable, prefill_error",
                 By(&[("tests/codes.rs", "what_engines_answer_passes_with_the_code_of_its_leg_and_status")]),
             ),
             (
-                "decode_bad_request and the other codes of a decode",
+                "decode_bad_request, decode_not_found, decode_internal_error, decode_bad_gateway, decode_unavailable, decode_error",
                 By(&[("tests/codes.rs", "what_engines_answer_passes_with_the_code_of_its_leg_and_status")]),
+            ),
+            (
+                "worker_upstream_error",
+                By(&[("tests/codes.rs", "what_engines_answer_passes_with_the_code_of_its_leg_and_status")]),
+            ),
+            (
+                "parallel_sampling_unsupported",
+                By(&[("tests/connectors.rs", "several_samples_of_a_completion_are_refused_before_any_sglang_leg")]),
+            ),
+            (
+                "too_many_samples",
+                By(&[("tests/errors.rs", "more_samples_than_rooms_are_minted_for_are_refused_and_reach_no_engine")]),
+            ),
+            ("pd_route_unsupported", By(&[("tests/routes.rs", "embeddings_and_classification_need_a_regular_worker")])),
+            (
+                "no_healthy_worker_pair, health_generate_failed, no_engine_metrics",
+                By(&[("tests/routes.rs", "operators_can_ask_engines_through_the_gateway")]),
             ),
             (
                 "prefill_count_tokens_failed, no_prefill_servers",
@@ -100,6 +121,22 @@ pub const TABLES: &[Table] = &[
                 "moriio_grpc_pd_unsupported",
                 By(&[("tests/grpc/refusals.rs", "pairs_that_cannot_hand_over_on_this_wire_reach_no_engine")]),
             ),
+            (
+                "worker_failed_to_start, prefill_stream_error, worker_stream_failed, no_responses_from_server, constraint_failed",
+                By(&[("tests/grpc/failures.rs", "what_engines_do_wrong_has_a_code")]),
+            ),
+            (
+                "process_messages_failed, unsupported_content_part, invalid_tool_configuration, resolve_input_failed, multimodal_not_supported, unsupported_parameter, previous_response_not_found",
+                By(&[("tests/grpc/refusals.rs", "requests_that_cannot_be_served_reach_no_engine")]),
+            ),
+            (
+                "response_not_found",
+                By(&[("tests/grpc/answers.rs", "a_kept_response_can_be_read_gone_on_from_and_deleted")]),
+            ),
+            (
+                "tokenizer_not_ready, tokenizer_load_failed",
+                By(&[("tests/grpc/texts.rs", "a_tokenizer_that_is_not_there_is_waited_for_or_said_to_be_missing")]),
+            ),
         ],
     ),
     (
@@ -118,6 +155,31 @@ pub const TABLES: &[Table] = &[
             (
                 "request_body_too_large",
                 By(&[("tests/uploads.rs", "bodies_over_the_limit_are_refused_announced_or_not_and_reach_no_engine")]),
+            ),
+            (
+                "request_body_broken",
+                By(&[("tests/uploads.rs", "an_upload_that_breaks_off_is_answered_and_reaches_no_engine")]),
+            ),
+            (
+                "invalid_value",
+                By(&[(
+                    "tests/errors.rs",
+                    "paths_and_queries_that_do_not_decode_are_refused_in_the_words_of_their_api",
+                )]),
+            ),
+            (
+                "model_not_known_yet",
+                By(&[(
+                    "tests/edge.rs",
+                    "a_model_that_a_gateway_does_not_know_is_unknown_only_if_the_control_plane_says_so",
+                )]),
+            ),
+            (
+                "request_timeout",
+                By(&[(
+                    "tests/flags.rs",
+                    "a_request_whose_time_is_over_before_its_turn_asks_no_worker_and_blames_none",
+                )]),
             ),
             ("request_body_stalled", By(&[("tests/uploads.rs", "an_upload_that_stands_still_is_given_up")])),
             (
@@ -152,6 +214,32 @@ pub const TABLES: &[Table] = &[
                     "controlplane/server/src/admin/tests.rs",
                     "of_concurrent_creations_of_one_url_exactly_one_is_accepted",
                 )]),
+            ),
+            (
+                "ALREADY_HAPPENED, CONTROL_PLANE_UNAVAILABLE, STORE_FAILED",
+                By(&[("controlplane/server/src/admin/rpc_test.rs", "errors_carry_the_codes_and_outcomes_of_rest")]),
+            ),
+            (
+                "OUTCOME_UNKNOWN",
+                By(&[(
+                    "tests/durability.rs",
+                    "a_full_disk_ends_writes_and_not_serving_and_loses_nothing_acknowledged",
+                )]),
+            ),
+            (
+                "BUSY",
+                By(&[(
+                    "controlplane/server/src/admin/operations_test.rs",
+                    "a_member_that_serves_as_many_watches_as_it_may_says_so_until_one_ends",
+                )]),
+            ),
+            (
+                "REVISION_CONFLICT",
+                By(&[("tests/policies.rs", "of_two_writers_who_read_the_same_document_one_is_told")]),
+            ),
+            (
+                "LAST_ADMIN_TOKEN, TOKEN_NOT_FOUND, TOKEN_ALREADY_EXISTS",
+                By(&[("tests/access.rs", "a_tokens_secret_is_shown_once_and_a_revoked_one_opens_nothing")]),
             ),
             (
                 "PAYLOAD_TOO_LARGE",

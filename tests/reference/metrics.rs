@@ -66,11 +66,15 @@ pub const TABLES: &[Table] = &[
                 )]),
             ),
             (
-                "smg_pd_admission_waits_total, smg_pd_admission_sheds_total",
+                "smg_pd_admission_waits_total",
                 By(&[(
-                    "tests/metrics.rs",
-                    "every_documented_series_of_http_serving_moves_under_its_documented_name_and_labels",
+                    "tests/grpc/refusals.rs",
+                    "requests_beyond_a_decode_window_wait_for_a_place_and_are_all_served",
                 )]),
+            ),
+            (
+                "smg_pd_admission_sheds_total",
+                By(&[("tests/grpc/refusals.rs", "a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest")]),
             ),
             (
                 "smg_pd_admission_window",
@@ -138,10 +142,17 @@ pub const TABLES: &[Table] = &[
         "Metrics of workers",
         &[
             (
-                "smg_worker_pool_size, smg_worker_requests_active, smg_worker_health, smg_worker_http2, smg_worker_requests_total, smg_worker_health_checks_total, smg_worker_selection_total, smg_worker_errors_total",
+                "smg_worker_pool_size, smg_worker_requests_active, smg_worker_health, smg_worker_requests_total, smg_worker_health_checks_total, smg_worker_selection_total, smg_worker_errors_total",
                 By(&[(
                     "tests/metrics.rs",
                     "every_documented_series_of_http_serving_moves_under_its_documented_name_and_labels",
+                )]),
+            ),
+            (
+                "smg_worker_http2",
+                By(&[(
+                    "tests/grpc/refusals.rs",
+                    "requests_beyond_a_decode_window_wait_for_a_place_and_are_all_served",
                 )]),
             ),
             (

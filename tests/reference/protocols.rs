@@ -76,7 +76,7 @@ pub const TABLES: &[Table] = &[
                 "the cap of each endpoint",
                 By(&[
                     ("dataplane/engines/tests/vllm_legs.rs", "the_prefill_leg_asks_for_one_token_without_a_stream"),
-                    ("tests/routes.rs", "the_prefill_leg_of_a_response_is_capped_in_its_own_field"),
+                    ("tests/routes.rs", "the_prefill_leg_of_a_response_and_of_a_message_is_capped_in_its_own_field"),
                 ]),
             ),
             (

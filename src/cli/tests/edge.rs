@@ -101,6 +101,13 @@ fn admin_tokens_come_from_the_flag_or_else_the_environment() {
 }
 
 #[test]
+fn changes_are_logged_unless_that_is_switched_off() {
+    assert!(launch("smg").tokens.audit && launch("smg --control-plane-audit-enabled").tokens.audit);
+    assert!(!launch("smg --disable-audit-logging").tokens.audit);
+    assert!(syntax_error("smg --control-plane-audit-enabled --disable-audit-logging").contains("cannot be used with"));
+}
+
+#[test]
 fn an_open_gateway_that_others_reach_is_warned_about() {
     let warned = |line: &str| launch(line).warnings.iter().any(|warning| warning.contains("no --api-key"));
     assert!(warned("smg") && warned("smg --host ::"));

@@ -173,6 +173,19 @@ async fn a_watch_from_what_is_no_longer_known_says_so_and_ends() {
 }
 
 #[tokio::test]
+async fn a_member_that_serves_as_many_watches_as_it_may_says_so_until_one_ends() {
+    let plane = Plane::start();
+    let path = "/fleet/policies?watch=true";
+    let mut watches = Vec::new();
+    for _ in 0..super::service::MAX_WATCHES {
+        watches.push(plane.follow(path).await);
+    }
+    assert_eq!(plane.get(path).await.code(), (503, "BUSY"));
+    watches.pop();
+    plane.follow(path).await;
+}
+
+#[tokio::test]
 async fn workers_and_tokens_are_followed_too_and_the_end_of_the_process_ends_a_watch() {
     let plane = Plane::start();
     let (_engine, id) = registered(&plane).await;

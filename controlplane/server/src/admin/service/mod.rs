@@ -35,7 +35,7 @@ pub(crate) mod workers;
 /// How long a write waits until this member has applied it, so that the answer shows what was written.
 const SETTLE: Duration = Duration::from_secs(2);
 /// Most watches of this process at a time.
-const MAX_WATCHES: usize = 256;
+pub(super) const MAX_WATCHES: usize = 256;
 /// Most backups of this process at a time. Each is a copy of the state in memory.
 const MAX_BACKUPS: usize = 2;
 

@@ -31,6 +31,7 @@ pub async fn run(args: GatewayArgs) -> Result<(), RunError> {
     let options = GatewayOptions {
         tracer: tracer(&args.edge, &gateway_id, &metrics)?,
         gateway_id,
+        alone: false,
         data_dir: args.data_dir,
         guarded: tls.is_some(),
         worker_tls: Some(process::worker_tls(&args.worker_tls)?),

@@ -78,6 +78,8 @@ pub async fn run(args: LaunchArgs) -> Result<(), RunError> {
     let options = GatewayOptions {
         tracer: gateway::tracer(&args.edge, &gateway_id, &metrics)?,
         gateway_id,
+        // Without that address no other gateway can join.
+        alone: args.controlplane_listen.is_none(),
         // The store is durable here: a second copy of its state has no use.
         data_dir: None,
         worker_tls: Some(worker_tls),

@@ -116,6 +116,7 @@ pub fn run(args: &AdminArgs) -> Result<(), Failure> {
                 follow::list(&session, "/fleet/gateways", false, table::GATEWAYS).await
             }
             Verb::Gateways(_) => session.show.list(&session.get("/fleet/gateways").await?, "gateways", table::GATEWAYS),
+            Verb::Admission(flags) => admission(&session, flags.stale).await,
             Verb::Tokens(verb) => tokens(&session, verb).await,
             Verb::Audit(flags) => audit(&session, flags).await,
         }
@@ -182,6 +183,22 @@ fn object_in(file: &Path) -> Result<Value, Failure> {
     read.map_err(|error| failed(&error))?;
     let value: Value = serde_json::from_str(&text).map_err(|error| failed(&error))?;
     if value.is_object() { Ok(value) } else { Err(failed(&"not a JSON object")) }
+}
+
+/// Who holds slots of which decode worker.
+async fn admission(session: &Session, stale: bool) -> Result<(), Failure> {
+    let path = if stale { "/fleet/admission?consistency=stale" } else { "/fleet/admission" };
+    let answer = session.get(path).await?;
+    let holder = |holder: &Value| {
+        let gateway = holder["gateway_id"].as_str().unwrap_or_default();
+        format!("{gateway} {}/{} ({} anchored)", holder["in_use"], holder["limit"], holder["anchored"])
+    };
+    let mut workers = answer["workers"].as_array().cloned().unwrap_or_default();
+    for worker in &mut workers {
+        let holders: Vec<String> = worker["holders"].as_array().into_iter().flatten().map(holder).collect();
+        worker["holders_text"] = json!(holders);
+    }
+    session.show.answer(&answer, table::ADMISSION, &workers)
 }
 
 async fn policies(session: &Session, verb: &PoliciesVerb) -> Result<(), Failure> {

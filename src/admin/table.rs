@@ -51,6 +51,19 @@ pub const GATEWAYS: &[Column] = &[
     ("PROCESS", "process_id", WIDE),
 ];
 
+/// `smg admission`.
+pub const ADMISSION: &[Column] = &[
+    ("DECODE", "url", ALWAYS),
+    ("WINDOW", "window", ALWAYS),
+    ("GRANTED", "granted", ALWAYS),
+    ("IN-USE", "in_use", ALWAYS),
+    ("WAITING", "waiting", ALWAYS),
+    ("ZOMBIE", "zombie", ALWAYS),
+    ("FOREIGN", "foreign", ALWAYS),
+    ("FREE", "free", ALWAYS),
+    ("HOLDERS", "holders_text", WIDE),
+];
+
 /// `smg tokens`.
 pub const TOKENS: &[Column] = &[
     ("ID", "id", ALWAYS),

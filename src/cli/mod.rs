@@ -172,6 +172,10 @@ fn admin_verb(name: &str, given: &clap::ArgMatches) -> Result<Option<(Verb, targ
             let ListFlags { list, target } = ListFlags::from_arg_matches(given)?;
             (Verb::Gateways(list), target)
         }
+        "admission" => {
+            let ListFlags { list, target } = ListFlags::from_arg_matches(given)?;
+            (Verb::Admission(list), target)
+        }
         "audit" => {
             let ListFlags { list, target } = ListFlags::from_arg_matches(given)?;
             (Verb::Audit(list), target)
@@ -182,7 +186,7 @@ fn admin_verb(name: &str, given: &clap::ArgMatches) -> Result<Option<(Verb, targ
 
 /// The commands of operators.
 fn admin_commands() -> Vec<clap::Command> {
-    use verbs::{AuditFlags, GatewaysFlags, ListFlags, VerbFlags};
+    use verbs::{AdmissionFlags, AuditFlags, GatewaysFlags, ListFlags, VerbFlags};
     fn verbs<V: clap::Subcommand>(name: &'static str, about: &'static str) -> clap::Command {
         let command = VerbFlags::<V>::augment_args(clap::Command::new(name));
         command.about(about).subcommand_required(true).arg_required_else_help(true)
@@ -195,6 +199,7 @@ fn admin_commands() -> Vec<clap::Command> {
         verbs::<PoliciesVerb>("policies", "Show or change policy documents"),
         verbs::<PairingVerb>("pairing", "Show which prefill pairs with which decode, and why others do not"),
         list::<GatewaysFlags>("gateways", "Show the gateways"),
+        list::<AdmissionFlags>("admission", "Show which gateway holds how many slots of which decode worker"),
         verbs::<TokensVerb>("tokens", "Show, create or revoke admin tokens"),
         list::<AuditFlags>("audit", "Show who changed what"),
         verbs::<ContextVerb>("context", "Name fleets and how to reach them, in a configuration file"),

@@ -1,4 +1,4 @@
-//! The commands of operators: `smg workers`, `policies`, `pairing`, `gateways`, `tokens`, `audit` and `context`.
+//! The commands of operators: `smg workers`, `policies`, `pairing`, `gateways`, `admission`, `tokens`, `audit` and `context`.
 
 use std::path::PathBuf;
 
@@ -37,6 +37,8 @@ pub enum Verb {
     Pairing(PairingVerb),
     /// `smg gateways`.
     Gateways(GatewaysFlags),
+    /// `smg admission`.
+    Admission(AdmissionFlags),
     /// `smg tokens`.
     Tokens(TokensVerb),
     /// `smg audit`.
@@ -303,6 +305,14 @@ pub struct GatewaysFlags {
     /// Show every change as it happens
     #[arg(long)]
     pub watch: bool,
+}
+
+/// `smg admission`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
+pub struct AdmissionFlags {
+    /// Ask the server that answers for what it has, however old
+    #[arg(long)]
+    pub stale: bool,
 }
 
 /// `smg tokens`.

@@ -4,6 +4,7 @@
 //! with a deadline.
 #![allow(dead_code, unused_imports, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+pub mod cluster;
 pub mod fleet;
 pub mod refusals;
 

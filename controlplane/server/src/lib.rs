@@ -117,7 +117,7 @@ impl ControlPlane {
         let access = Arc::new(access);
         let writer = writer::Writer::new(store, Arc::clone(&metrics));
         let client = probe::client::ProbeClient::new(worker_tls.as_ref());
-        let desk = slots::Desk::new(writer.clone(), Arc::clone(&metrics), slots);
+        let desk = slots::Desk::new(writer.clone(), client.clone(), Arc::clone(&metrics), slots);
         let (sync, publisher) = sync::SyncService::new(
             Arc::clone(writer.store()),
             desk.clone(),

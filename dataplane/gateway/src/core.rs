@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::admission::lease::Lease;
 use crate::clock::Clock;
 use crate::connections::Connections;
 use crate::decision::Decisions;
@@ -110,7 +111,7 @@ impl Core {
             admission,
             link: Arc::default(),
             freshness: Freshness::default(),
-            table: ArcSwap::from_pointee(RoutingTable::empty()),
+            table: ArcSwap::from_pointee(RoutingTable::empty(Arc::new(Lease::new(options.alone)))),
             revision: watch::Sender::new(0),
             decisions: Decisions::new(Arc::clone(&metrics)),
             gauges: parking_lot::Mutex::default(),

@@ -26,6 +26,7 @@ pub mod options;
 pub mod relay;
 pub mod resilience;
 pub mod select;
+pub mod slots;
 pub mod sync;
 pub mod trace;
 mod words;
@@ -50,18 +51,21 @@ const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(2);
 pub struct Gateway {
     core: Arc<Core>,
     link: Arc<Link>,
+    /// Taken by the end.
+    slots: parking_lot::Mutex<Option<slots::Reporter>>,
 }
 
 impl Gateway {
-    /// Starts the subscription to the control plane.
+    /// Starts the subscription to the control plane, and the reports of slots.
     pub fn start(options: GatewayOptions, metrics: Arc<Metrics>, dial: Dial) -> Self {
         let core = Core::new(options, metrics);
+        let slots = parking_lot::Mutex::new(slots::start(&core, dial.clone()));
         let link = sync::start(Arc::clone(&core), dial);
         smg_net::spawn("connection-sweep", connections::sweep_for_ever(Arc::clone(&core)));
         smg_net::spawn("policy-gauges", fleet::policies::show_for_ever(Arc::clone(&core)));
         smg_net::spawn("tokenizers", grpc::tokenizers::follow_the_fleet(Arc::clone(&core)));
         smg_net::spawn("load-monitor", load::monitor::watch(Arc::clone(&core)));
-        Self { core, link }
+        Self { core, link, slots }
     }
 
     /// The service of its API port.
@@ -97,6 +101,10 @@ impl Gateway {
         self.core.closing.cancel();
         // Legs over gRPC tell their engines before the process ends.
         let _ = tokio::time::timeout(limit.min(LAST_WORDS), self.core.background.wait()).await;
+        let reporter = self.slots.lock().take();
+        if let Some(reporter) = reporter {
+            reporter.leave(LAST_WORDS).await;
+        }
         if let Some(tracer) = &self.core.options.tracer {
             tracer.flush(limit).await;
         }

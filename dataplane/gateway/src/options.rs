@@ -15,6 +15,8 @@ use crate::grpc::tokenizers::TextOptions;
 pub struct GatewayOptions {
     /// Name of this gateway in `/fleet/gateways`.
     pub gateway_id: String,
+    /// Whether no other gateway sends requests to the same workers: then it shares their windows with nobody, and asks nobody.
+    pub alone: bool,
     /// Directory of the last-known-good snapshot; none = nothing is kept.
     pub data_dir: Option<PathBuf>,
     /// Largest request body, in bytes.
@@ -84,6 +86,7 @@ impl Default for GatewayOptions {
         let headers = ["x-request-id", "x-correlation-id", "x-trace-id", "request-id"];
         Self {
             gateway_id: "gateway".to_owned(),
+            alone: true,
             data_dir: None,
             max_payload_bytes: 512 * 1024 * 1024,
             upload_timeout: Duration::from_secs(600),

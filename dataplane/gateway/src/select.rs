@@ -489,6 +489,14 @@ impl Choice<'_> {
         entropy: &mut impl FnMut() -> u64,
         picks: &mut Vec<Picked>,
     ) -> Result<Option<InFlight>, SelectError> {
+        // Whoever has a room at once is chosen before whoever has to be waited for. A worker that the client names is waited for.
+        if self.hints.target_worker().is_none() {
+            let has_room = |index: &usize| !self.pool.decodes[*index].runtime.window.is_full();
+            let roomy: Indices = rest.iter().copied().filter(has_room).collect();
+            if !roomy.is_empty() {
+                rest = roomy;
+            }
+        }
         while !rest.is_empty() {
             let picked = self.pick(Leg::Decode, Leg::Decode, &rest, standing, entropy(), picks)?;
             if let Some(claim) = self.claim(Leg::Decode, &self.pool.decodes[rest[picked]]) {

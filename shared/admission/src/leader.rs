@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::ledger::{Event, Grant, Ledger, Report};
+use crate::ledger::{Event, Grant, Ledger, Report, Session};
 use crate::mutant::{Mutant, planted};
 use crate::pool::Zombie;
 use crate::share::{Times, Update};
@@ -53,7 +53,10 @@ pub struct Leader {
     times: Times,
     deadlines: Deadlines,
     events: Vec<Event>,
+    /// Reports since the last round, and when they were sent.
     answers: BTreeMap<(String, ProcessId), Duration>,
+    /// Those that the last round took in.
+    due: BTreeMap<(String, ProcessId), Duration>,
     heard: BTreeMap<String, Duration>,
     silent: BTreeSet<String>,
     zombies: BTreeMap<u64, Duration>,
@@ -67,6 +70,7 @@ impl Leader {
             deadlines,
             events: Vec::new(),
             answers: BTreeMap::new(),
+            due: BTreeMap::new(),
             heard: BTreeMap::new(),
             silent: BTreeSet::new(),
             zombies: BTreeMap::new(),
@@ -96,9 +100,14 @@ impl Leader {
         let answer = self.answers.entry((report.gateway.clone(), report.process)).or_insert(sent);
         *answer = sent.max(*answer);
         // That somebody is still there is nothing new: only time has to know, and time is not in the ledger.
-        if !known || !report.rows.is_empty() {
+        if !known || !report.rows.is_empty() || report.leaving {
             self.events.push(Event::Report(report));
         }
+    }
+
+    /// Whether reports are to be answered once the round is over.
+    pub fn owes_answers(&self) -> bool {
+        !self.due.is_empty()
     }
 
     /// The events of the next round. `count` asks for what an engine holds; `None` = it does not say.
@@ -109,6 +118,10 @@ impl Leader {
         now: Duration,
     ) -> Vec<Event> {
         let mut events = std::mem::take(&mut self.events);
+        for (whom, sent) in std::mem::take(&mut self.answers) {
+            let due = self.due.entry(whom).or_insert(sent);
+            *due = sent.max(*due);
+        }
         self.heard.retain(|gateway, _| ledger.sessions().contains_key(gateway) || !self.silent.contains(gateway));
         for gateway in ledger.sessions().keys() {
             let age = now.saturating_sub(*self.heard.entry(gateway.clone()).or_insert(now));
@@ -146,10 +159,7 @@ impl Leader {
         count: impl Fn(WorkerKey) -> Option<EngineCount>,
         now: Duration,
     ) -> Option<Event> {
-        let guard = if planted(Mutant::EvidenceWithoutGuard) { Duration::ZERO } else { self.deadlines.dispatch };
-        let is_old = |zombie: &&Zombie| self.zombies.get(&zombie.id).is_some_and(|seen| now >= *seen + guard);
-        // Ids grow: zombies that came later are the young ones, unless a pool has seen none of them yet.
-        let last = zombies.iter().take_while(is_old).map(|zombie| zombie.id).last()?;
+        let last = self.settled(zombies, now)?;
         let count = count(worker)?;
         let mut occupied = count.requests.saturating_sub(count.surely_heard);
         if planted(Mutant::EvidenceOfRunningOnly) {
@@ -158,18 +168,29 @@ impl Leader {
         Some(Event::Evidence { worker, last, occupied })
     }
 
+    /// The last of a worker's zombies of which nothing can be under way any more at `now`: what the engine holds from then on says something
+    /// about it and those before it.
+    pub fn settled(&self, zombies: &[Zombie], now: Duration) -> Option<u64> {
+        let guard = if planted(Mutant::EvidenceWithoutGuard) { Duration::ZERO } else { self.deadlines.dispatch };
+        let is_old = |zombie: &&Zombie| self.zombies.get(&zombie.id).is_some_and(|seen| now >= *seen + guard);
+        // Ids grow: zombies that came later are the young ones, unless a pool has seen none of them yet.
+        zombies.iter().take_while(is_old).map(|zombie| zombie.id).last()
+    }
+
     /// What to send, once the round is committed: its grants, and the answers to the reports that it took in.
     pub fn answers(&mut self, ledger: &Ledger, grants: Vec<Grant>) -> Vec<Answer> {
         let mut told: BTreeMap<(String, ProcessId), (Option<Duration>, Vec<Grant>)> = BTreeMap::new();
-        for (whom, sent) in std::mem::take(&mut self.answers) {
+        for (whom, sent) in std::mem::take(&mut self.due) {
             told.entry(whom).or_default().0 = Some(sent);
         }
         for grant in grants {
             told.entry((grant.gateway.clone(), grant.process)).or_default().1.push(grant);
         }
         let answer = |((gateway, process), (echo, grants)): ((String, ProcessId), (Option<Duration>, Vec<Grant>))| {
-            let session = ledger.sessions().get(&gateway).filter(|session| session.process == process)?;
-            Some(Answer { update: Update { epoch: session.epoch, echo, grants }, gateway, process })
+            // Whose lease the ledger has just ended, while a report of it came in, must not take the answer for a renewal.
+            let heard = |session: &&Session| session.process == process && session.heard;
+            let session = ledger.sessions().get(&gateway).filter(heard)?;
+            Some(Answer { update: Update { epoch: session.epoch, echo, grants, mark: 0 }, gateway, process })
         };
         told.into_iter().filter_map(answer).collect()
     }

@@ -30,6 +30,8 @@ pub struct ReportRow {
     pub in_use: u32,
     /// Slots in use or waited for.
     pub wants: u32,
+    /// Requests that were surely in the engine at every moment since the report before: a lower bound. The ledger does not read it.
+    pub surely: u32,
 }
 
 /// What a gateway says.
@@ -45,6 +47,10 @@ pub struct Report {
     pub number: u64,
     /// Workers of which something has changed; none = it only says that it is there.
     pub rows: Vec<ReportRow>,
+    /// The process ends: what it still has in use is all that it will ever have. Its last report, with all its rows.
+    pub leaving: bool,
+    /// The last mark that it was sent. The ledger does not read it.
+    pub mark: u64,
 }
 
 /// What has happened.
@@ -155,9 +161,35 @@ impl Ledger {
         &self.pools
     }
 
+    /// The ledger of another history, which begins with a copy of the state that may be old: gateways have been told things since that are
+    /// not in here. Nothing of it counts; what will be told is later than all that they can have been told.
+    pub fn begin_anew(&self) -> Self {
+        /// More than was ever told after the copy was made.
+        const LEAP: u64 = 1 << 32;
+        let Counters { seq, zombie, epoch } = self.counters;
+        let later = |number: u64| number.saturating_add(LEAP);
+        let counters = Counters { seq: later(seq), zombie: later(zombie), epoch: later(epoch) };
+        Self { counters, rounds: self.rounds.saturating_add(1), ..Self::default() }
+    }
+
     /// How many rounds there were. A leader that proposes round `rounds() + 1` cannot undo what another one has done since.
     pub fn rounds(&self) -> u64 {
         self.rounds
+    }
+
+    /// How many rows of a report say that more is in use than INV-2 allows: the share, and what is kept for that process as zombies.
+    pub fn overdrawn(&self, report: &Report) -> usize {
+        let known = self.sessions.get(&report.gateway);
+        if known.is_none_or(|session| session.process != report.process || session.epoch != report.epoch) {
+            return 0;
+        }
+        let exceeds = |row: &&ReportRow| {
+            let Some(pool) = self.pools.get(&row.worker) else { return false };
+            let share = pool.rows.get(&report.gateway).map_or(0, |row| row.share);
+            let own = pool.zombies.iter().filter(|zombie| zombie.process == report.process);
+            u64::from(row.in_use) > u64::from(share) + own.map(|zombie| u64::from(zombie.slots)).sum::<u64>()
+        };
+        report.rows.iter().filter(exceeds).count()
     }
 
     /// Takes in what has happened, gives and takes slots, and says what to tell.
@@ -289,6 +321,14 @@ impl Ledger {
                 touched.rows.insert((row.worker, gateway.to_owned()));
             }
             touched.pools.insert(row.worker);
+        }
+        if report.leaving {
+            self.sessions.remove(gateway);
+            for (worker, pool) in &mut self.pools {
+                pool.left(gateway, report.process, &mut self.counters);
+                touched.pools.insert(*worker);
+            }
+            touched.members = true;
         }
     }
 

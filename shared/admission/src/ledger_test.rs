@@ -4,8 +4,9 @@ use super::*;
 const WORKER: WorkerKey = 7;
 
 fn report(gateway: &str, process: ProcessId, epoch: u64, number: u64, row: Option<(u64, u32, u32)>) -> Event {
-    let rows = row.map(|(applied, in_use, wants)| ReportRow { worker: WORKER, applied, in_use, wants });
-    Event::Report(Report { gateway: gateway.to_owned(), process, epoch, number, rows: rows.into_iter().collect() })
+    let rows = row.map(|(applied, in_use, wants)| ReportRow { worker: WORKER, applied, in_use, wants, surely: 0 });
+    let rows = rows.into_iter().collect();
+    Event::Report(Report { gateway: gateway.to_owned(), process, epoch, number, rows, leaving: false, mark: 0 })
 }
 
 fn with_window(window: u32) -> Ledger {
@@ -143,4 +144,46 @@ fn a_gateway_forgotten_after_the_long_lease_starts_anew_with_what_may_still_run(
     assert_eq!(ledger.pools()[&WORKER].held(), 32);
     let round = ledger.round(&[report("a", 1, 1, 50, Some((0, 32, 32)))]);
     assert_eq!((row(&ledger, "a").share, round.overdrawn), (32, 0));
+}
+
+#[test]
+fn a_process_that_says_goodbye_leaves_no_more_than_it_leaves_running() {
+    let mut ledger = with_window(32);
+    ledger.round(&[report("a", 1, 0, 1, None)]);
+    acknowledge(&mut ledger, "a", 3, 3);
+    let (session, seq) = (ledger.sessions()["a"].clone(), row(&ledger, "a").seq);
+    let Event::Report(last) = report("a", 1, session.epoch, session.number + 1, Some((seq, 2, 2))) else { return };
+    ledger.round(&[Event::Report(Report { leaving: true, ..last })]);
+    assert!(ledger.sessions().is_empty());
+    assert_eq!(ledger.pools()[&WORKER].held(), 2);
+    let zombies: Vec<u32> = ledger.pools()[&WORKER].zombies().iter().map(|zombie| zombie.slots).collect();
+    assert_eq!(zombies, [2]);
+}
+
+#[test]
+fn a_ledger_that_was_lost_begins_with_what_gateways_run_and_is_later_than_all_they_were_told() {
+    let mut old = with_window(16);
+    old.round(&[report("a", 1, 0, 1, None)]);
+    let (told, epoch) = (row(&old, "a").seq, old.sessions()["a"].epoch);
+    let mut ledger = old.begin_anew();
+    assert!(ledger.sessions().is_empty() && ledger.pools().is_empty());
+    ledger.round(&[
+        Event::Window(WORKER, Some(16)),
+        report("a", 1, epoch, 500, Some((told + 9, 10, 20))),
+        report("b", 2, epoch + 3, 700, Some((told + 7, 6, 20))),
+    ]);
+    assert_eq!((row(&ledger, "a").share, row(&ledger, "b").share), (10, 6), "what runs keeps its slots");
+    assert!(row(&ledger, "a").seq > told + 9 && ledger.sessions()["b"].epoch > epoch + 3);
+}
+
+#[test]
+fn a_report_of_more_than_was_given_is_noticed() {
+    let mut ledger = with_window(8);
+    ledger.round(&[report("a", 1, 0, 1, None)]);
+    let epoch = ledger.sessions()["a"].epoch;
+    let says = |in_use| match report("a", 1, epoch, 2, Some((1, in_use, in_use))) {
+        Event::Report(report) => ledger.overdrawn(&report),
+        _ => 0,
+    };
+    assert_eq!((says(8), says(9)), (0, 1));
 }

@@ -25,7 +25,7 @@ pub mod wire;
 
 pub use leader::{Answer, Deadlines, EngineCount, Leader};
 pub use ledger::{Event, Grant, Ledger, Report, ReportRow};
-pub use share::{Shares, Times, Update};
+pub use share::{Shares, Standing, Times, Update};
 pub use window::{Claim, Ticket, Window};
 
 /// A decode worker.
@@ -35,3 +35,7 @@ pub type ProcessId = u128;
 
 #[cfg(test)]
 mod simulation_test;
+#[cfg(test)]
+mod small_model_test;
+#[cfg(test)]
+mod traffic_test;

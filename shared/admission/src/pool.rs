@@ -66,6 +66,55 @@ pub struct Pool {
     pub(crate) zombies: Vec<Zombie>,
 }
 
+/// The slots of a worker by what they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Totals {
+    /// What the engine runs at a time.
+    pub window: u64,
+    /// What gateways may use.
+    pub granted: u64,
+    /// What they said to use.
+    pub in_use: u64,
+    /// What waits for slots.
+    pub waiting: u64,
+    /// Of gateways that are not heard of.
+    pub zombie: u64,
+    /// Used by others than gateways.
+    pub foreign: u64,
+    /// Nobody's.
+    pub free: u64,
+}
+
+impl Totals {
+    /// Those of a worker.
+    pub fn of(pool: &Pool) -> Self {
+        let sum = |slots: fn(&Row) -> u32| pool.rows.values().map(|row| u64::from(slots(row))).sum::<u64>();
+        let (window, foreign) = (u64::from(pool.window), u64::from(pool.foreign));
+        Self {
+            window,
+            granted: sum(|row| row.share),
+            in_use: sum(|row| row.in_use),
+            waiting: sum(|row| row.wants.saturating_sub(row.in_use)),
+            zombie: pool.zombies.iter().map(|zombie| u64::from(zombie.slots)).sum(),
+            foreign,
+            free: window.saturating_sub(pool.held() + foreign),
+        }
+    }
+
+    /// Each with its name.
+    pub fn named(&self) -> [(&'static str, u64); 7] {
+        [
+            ("window", self.window),
+            ("granted", self.granted),
+            ("in_use", self.in_use),
+            ("waiting", self.waiting),
+            ("zombie", self.zombie),
+            ("foreign", self.foreign),
+            ("free", self.free),
+        ]
+    }
+}
+
 /// Counters that run through the whole ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Counters {
@@ -100,8 +149,13 @@ impl Pool {
 
     /// A gateway says what it uses, and by which of its grants. False if it uses more than its share, which INV-2 forbids.
     pub(crate) fn report(&mut self, gateway: &str, report: &ReportRow, acknowledges: bool) -> bool {
+        let free = u64::from(self.window).saturating_sub(self.held() + u64::from(self.foreign));
         let row = self.rows.entry(gateway.to_owned()).or_default();
         (row.in_use, row.wants) = (report.in_use, report.wants.max(report.in_use));
+        if row.seq == 0 && report.in_use > row.share {
+            // It was never told anything, by this ledger: what it runs was given to it by one that is lost.
+            row.share += (report.in_use - row.share).min(u32::try_from(free).unwrap_or(u32::MAX));
+        }
         let within = report.in_use <= row.share;
         if acknowledges && (report.applied == row.seq || planted(Mutant::AckOfOlderUpdate)) {
             row.anchored = row.anchored_told;
@@ -130,6 +184,12 @@ impl Pool {
     pub(crate) fn gone(&mut self, gateway: &str, process: ProcessId, counters: &mut Counters) {
         let Some(row) = self.rows.remove(gateway) else { return };
         self.bury(gateway, process, row.share, counters);
+    }
+
+    /// A gateway has ended and said what it leaves running.
+    pub(crate) fn left(&mut self, gateway: &str, process: ProcessId, counters: &mut Counters) {
+        let Some(row) = self.rows.remove(gateway) else { return };
+        self.bury(gateway, process, row.in_use.min(row.share), counters);
     }
 
     fn bury(&mut self, gateway: &str, process: ProcessId, slots: u32, counters: &mut Counters) {

@@ -57,6 +57,28 @@ impl Times {
     }
 }
 
+/// How much of a share counts, by how long ago the control plane was heard of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// All of it.
+    Whole,
+    /// The anchored part.
+    Anchored,
+    /// Nothing.
+    Nothing,
+}
+
+impl Standing {
+    /// Most slots in use.
+    pub fn of(self, limit: u32, anchored: u32) -> u32 {
+        match self {
+            Self::Whole => limit,
+            Self::Anchored => limit.min(anchored),
+            Self::Nothing => 0,
+        }
+    }
+}
+
 /// What the control plane answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Update {
@@ -66,6 +88,8 @@ pub struct Update {
     pub echo: Option<Duration>,
     /// What is new.
     pub grants: Vec<Grant>,
+    /// To be repeated in the reports that follow; 0 = nothing is asked.
+    pub mark: u64,
 }
 
 /// What one gateway was told of one worker.
@@ -86,6 +110,7 @@ pub struct Shares {
     hold: bool,
     epoch: u64,
     number: u64,
+    mark: u64,
     /// When the last report that was answered had been sent.
     heard: Option<Duration>,
     shares: BTreeMap<WorkerKey, Share>,
@@ -102,6 +127,7 @@ impl Shares {
             hold,
             epoch: 0,
             number: 0,
+            mark: 0,
             heard: None,
             shares: BTreeMap::new(),
             reported: BTreeMap::new(),
@@ -111,21 +137,93 @@ impl Shares {
     /// Most slots of `worker` in use at `now`.
     pub fn limit(&self, worker: WorkerKey, now: Duration) -> u32 {
         let Some(share) = self.shares.get(&worker) else { return 0 };
-        let Some(age) = self.heard.map(|heard| now.saturating_sub(heard)) else { return 0 };
-        if age < self.times.at_gateway(self.times.float) {
-            share.limit
-        } else if age < self.times.at_gateway(self.times.anchor) || self.hold {
-            share.limit.min(share.anchored)
+        self.standing(now).of(share.limit, share.anchored)
+    }
+
+    /// How much of the shares counts at `now`.
+    pub fn standing(&self, now: Duration) -> Standing {
+        let Some([float, anchor]) = self.ends() else { return Standing::Nothing };
+        if now < float {
+            Standing::Whole
+        } else if now < anchor || self.hold {
+            Standing::Anchored
         } else {
-            0
+            Standing::Nothing
         }
+    }
+
+    /// When the leases end, the short one and the long one; `None` when nothing was ever heard.
+    pub fn ends(&self) -> Option<[Duration; 2]> {
+        let heard = self.heard?;
+        Some([self.times.float, self.times.anchor].map(|time| heard + self.times.at_gateway(time)))
+    }
+
+    /// What was told of `worker`: the limit and its anchored part.
+    pub fn told(&self, worker: WorkerKey) -> (u32, u32) {
+        self.shares.get(&worker).map_or((0, 0), |share| (share.limit, share.anchored))
+    }
+
+    /// The session that it is in.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// A new stream begins: marks count from the beginning.
+    pub fn forget_mark(&mut self) {
+        self.mark = 0;
+    }
+
+    /// The last mark that it was sent.
+    pub fn mark(&self) -> u64 {
+        self.mark
+    }
+
+    /// Which run of the gateway this is.
+    pub fn process(&self) -> ProcessId {
+        self.process
+    }
+
+    /// When the last report that was answered had been sent.
+    pub fn heard(&self) -> Option<Duration> {
+        self.heard
+    }
+
+    /// The leases, which are the control plane's to choose.
+    pub fn set_times(&mut self, float: Duration, anchor: Duration) {
+        (self.times.float, self.times.anchor) = (float, anchor);
+    }
+
+    /// Whether anchored slots are kept when even their lease is over.
+    pub fn set_hold(&mut self, hold: bool) {
+        self.hold = hold;
+    }
+
+    /// Everything that it was told, to be kept.
+    pub fn grants(&self) -> Vec<Grant> {
+        let grant = |(worker, share): (&WorkerKey, &Share)| Grant {
+            gateway: self.gateway.clone(),
+            process: self.process,
+            epoch: self.epoch,
+            worker: *worker,
+            seq: share.seq,
+            limit: share.limit,
+            anchored: share.anchored,
+        };
+        self.shares.iter().map(grant).collect()
+    }
+
+    /// Goes on as the process that these were told to, which has ended, and of which nothing runs any more. Its reports are to have larger
+    /// numbers than any of that process: `number` and above.
+    pub fn resume(&mut self, process: ProcessId, epoch: u64, number: u64, heard: Duration, grants: &[Grant]) {
+        (self.process, self.epoch, self.number, self.heard) = (process, epoch, number, Some(heard));
+        let share = |grant: &Grant| Share { limit: grant.limit, anchored: grant.anchored, seq: grant.seq };
+        self.shares = grants.iter().map(|grant| (grant.worker, share(grant))).collect();
+        self.reported.clear();
     }
 
     /// When limits change next because nothing was heard.
     pub fn next_expiry(&self, now: Duration) -> Option<Duration> {
-        let heard = self.heard?;
-        let ends = [self.times.float, self.times.anchor].map(|time| heard + self.times.at_gateway(time));
-        ends.into_iter().find(|end| *end > now)
+        self.ends()?.into_iter().find(|end| *end > now)
     }
 
     /// Takes in an answer. True if something was learned that is to be reported at once.
@@ -137,6 +235,7 @@ impl Shares {
             let heard = if planted(Mutant::LeaseFromAnswer) { now } else { echo };
             self.heard = Some(self.heard.map_or(heard, |before| before.max(heard)));
         }
+        self.mark = self.mark.max(update.mark);
         if update.epoch > self.epoch {
             self.epoch = update.epoch;
             // What was told before counts for nothing: the answer that renews the lease must not renew slots that were taken meanwhile.
@@ -154,27 +253,28 @@ impl Shares {
         news
     }
 
-    /// The next report. `use_of` gives slots in use, and slots in use or waited for. With `all`, it says everything again, which is due
-    /// whenever an earlier report may have been lost.
+    /// The next report. `use_of` gives slots in use, slots in use or waited for, and requests that were surely in the engine ever since the
+    /// last report. With `all`, it says everything again, which is due whenever an earlier report may have been lost.
     pub fn report(
         &mut self,
         workers: impl Iterator<Item = WorkerKey>,
-        use_of: impl Fn(WorkerKey) -> (u32, u32),
+        use_of: impl Fn(WorkerKey) -> (u32, u32, u32),
         all: bool,
     ) -> Report {
         self.number += 1;
         let mut rows = Vec::new();
         for worker in workers {
-            let (in_use, wants) = use_of(worker);
+            let (in_use, wants, surely) = use_of(worker);
             let applied = self.shares.get(&worker).map_or(0, |share| share.seq);
-            let row = ReportRow { worker, applied, in_use, wants };
-            if all || self.reported.get(&worker) != Some(&row) {
-                self.reported.insert(worker, row);
+            let row = ReportRow { worker, applied, in_use, wants, surely };
+            let known = ReportRow { surely: 0, ..row };
+            if all || surely > 0 || self.reported.get(&worker) != Some(&known) {
+                self.reported.insert(worker, known);
                 rows.push(row);
             }
         }
         let (gateway, process) = (self.gateway.clone(), self.process);
-        Report { gateway, process, epoch: self.epoch, number: self.number, rows }
+        Report { gateway, process, epoch: self.epoch, number: self.number, rows, leaving: false, mark: self.mark }
     }
 
     /// Forgets a worker that left the fleet.

@@ -412,7 +412,7 @@ impl Simulation {
         let (running, waiting) = (&subject.running, &subject.waiting);
         let use_of = |worker: WorkerKey| {
             let in_use = running.get(&worker).map_or(0, BTreeSet::len) as u32;
-            (in_use, in_use + waiting.get(&worker).copied().unwrap_or(0))
+            (in_use, in_use + waiting.get(&worker).copied().unwrap_or(0), 0)
         };
         // Messages get lost here one by one, which a stream does not do: so every report says everything.
         let workers = workers.into_iter().filter(|_| says);
@@ -451,7 +451,7 @@ impl Simulation {
             if self.profile.faults && self.random.chance(0.02) {
                 let again = self.delay() * 3;
                 let (epoch, echo, grants) = (update.epoch, update.echo, update.grants.clone());
-                self.after(again, Happens::AtGateway(gateway, process, Update { epoch, echo, grants }));
+                self.after(again, Happens::AtGateway(gateway, process, Update { epoch, echo, grants, mark: 0 }));
             }
             self.after(delay, Happens::AtGateway(gateway, process, update));
         }

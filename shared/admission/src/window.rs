@@ -123,6 +123,15 @@ impl Window {
         self.settle(granted);
     }
 
+    /// This gateway's part of the window has changed, and nothing else.
+    pub fn limit_to(&mut self, limit: u32, granted: &mut Vec<Ticket>) {
+        let limit = self.window.map_or(0, |window| limit.min(window));
+        if self.limit != limit {
+            self.limit = limit;
+            self.settle(granted);
+        }
+    }
+
     /// Rooms in use.
     pub fn in_use(&self) -> u32 {
         self.in_use

@@ -37,9 +37,12 @@ pub fn report_to_pb(report: &Report, sent: Duration) -> pb::Report {
                 applied: row.applied,
                 in_use: row.in_use,
                 wants: row.wants,
+                surely: row.surely,
             })
             .collect(),
         sent_micros: u64::try_from(sent.as_micros()).unwrap_or(u64::MAX),
+        leaving: report.leaving,
+        mark: report.mark,
     }
 }
 
@@ -50,7 +53,8 @@ pub fn report_to_pb(report: &Report, sent: Duration) -> pb::Report {
 pub fn report_from_pb(report: pb::Report) -> Result<(Report, Duration), WireError> {
     let row = |row: pb::ReportRow| {
         let worker = key(&row.worker, "report.worker")?;
-        Ok(ReportRow { worker, applied: row.applied, in_use: row.in_use, wants: row.wants })
+        let (applied, in_use, wants, surely) = (row.applied, row.in_use, row.wants, row.surely);
+        Ok(ReportRow { worker, applied, in_use, wants, surely })
     };
     let sent = Duration::from_micros(report.sent_micros);
     Ok((
@@ -60,6 +64,8 @@ pub fn report_from_pb(report: pb::Report) -> Result<(Report, Duration), WireErro
             epoch: report.epoch,
             number: report.number,
             rows: report.rows.into_iter().map(row).collect::<Result<_, _>>()?,
+            leaving: report.leaving,
+            mark: report.mark,
         },
         sent,
     ))
@@ -71,19 +77,32 @@ pub fn update_to_pb(update: &Update, float: Duration, anchor: Duration) -> pb::U
     pb::Update {
         epoch: update.epoch,
         echo_micros: update.echo.map(|echo| u64::try_from(echo.as_micros()).unwrap_or(u64::MAX)),
-        grants: update
-            .grants
-            .iter()
-            .map(|grant| pb::Grant {
-                worker: bytes(grant.worker),
-                seq: grant.seq,
-                limit: grant.limit,
-                anchored: grant.anchored,
-            })
-            .collect(),
+        grants: update.grants.iter().map(grant_to_pb).collect(),
         float_millis: millis(float),
         anchor_millis: millis(anchor),
+        mark: update.mark,
     }
+}
+
+/// What is told of one worker, as a message.
+pub fn grant_to_pb(grant: &Grant) -> pb::Grant {
+    pb::Grant { worker: bytes(grant.worker), seq: grant.seq, limit: grant.limit, anchored: grant.anchored }
+}
+
+/// What `gateway` was told of one worker.
+///
+/// # Errors
+/// When a field is malformed.
+pub fn grant_from_pb(grant: &pb::Grant, gateway: &str, process: u128, epoch: u64) -> Result<Grant, WireError> {
+    Ok(Grant {
+        gateway: gateway.to_owned(),
+        process,
+        epoch,
+        worker: key(&grant.worker, "grant.worker")?,
+        seq: grant.seq,
+        limit: grant.limit,
+        anchored: grant.anchored,
+    })
 }
 
 /// What a gateway is told, from a message on its own stream.
@@ -92,19 +111,9 @@ pub fn update_to_pb(update: &Update, float: Duration, anchor: Duration) -> pb::U
 /// When a field is malformed.
 pub fn update_from_pb(update: pb::Update, gateway: &str, process: u128) -> Result<Update, WireError> {
     let epoch = update.epoch;
-    let grant = |grant: pb::Grant| {
-        Ok(Grant {
-            gateway: gateway.to_owned(),
-            process,
-            epoch,
-            worker: key(&grant.worker, "grant.worker")?,
-            seq: grant.seq,
-            limit: grant.limit,
-            anchored: grant.anchored,
-        })
-    };
-    let grants = update.grants.into_iter().map(grant).collect::<Result<_, _>>()?;
-    Ok(Update { epoch, echo: update.echo_micros.map(Duration::from_micros), grants })
+    let grants = update.grants.iter().map(|grant| grant_from_pb(grant, gateway, process, epoch));
+    let grants = grants.collect::<Result<_, _>>()?;
+    Ok(Update { epoch, echo: update.echo_micros.map(Duration::from_micros), grants, mark: update.mark })
 }
 
 /// An event as a message.
@@ -252,8 +261,9 @@ mod tests {
     fn a_ledger_in_use_survives_its_encoding() {
         let mut ledger = Ledger::default();
         let report = |number, process| {
-            let rows = vec![ReportRow { worker: 7, applied: 0, in_use: 3, wants: 5 }];
-            Event::Report(Report { gateway: "a".to_owned(), process, epoch: 0, number, rows })
+            let rows = vec![ReportRow { worker: 7, applied: 0, in_use: 3, wants: 5, surely: 2 }];
+            let gateway = "a".to_owned();
+            Event::Report(Report { gateway, process, epoch: 0, number, rows, leaving: false, mark: 0 })
         };
         let events = [Event::Window(7, Some(32)), Event::Foreign(7, 2), report(1, 1), report(2, 2)];
         events.iter().for_each(|event| drop(ledger.round(std::slice::from_ref(event))));
@@ -284,12 +294,13 @@ mod tests {
 
     #[test]
     fn updates_and_reports_survive_their_encoding() {
-        let rows = vec![ReportRow { worker: 7, applied: 4, in_use: 3, wants: 5 }];
-        let report = Report { gateway: "a".to_owned(), process: 9, epoch: 2, number: 3, rows };
+        let rows = vec![ReportRow { worker: 7, applied: 4, in_use: 3, wants: 5, surely: 2 }];
+        let gateway = "a".to_owned();
+        let report = Report { gateway, process: 9, epoch: 2, number: 3, rows, leaving: true, mark: 4 };
         let sent = Duration::from_micros(123_456);
         assert_eq!(report_from_pb(report_to_pb(&report, sent)).unwrap(), (report, sent));
         let grant = Grant { gateway: "a".to_owned(), process: 9, epoch: 2, worker: 7, seq: 1, limit: 8, anchored: 4 };
-        let update = Update { epoch: 2, echo: Some(sent), grants: vec![grant] };
+        let update = Update { epoch: 2, echo: Some(sent), grants: vec![grant], mark: 8 };
         let message = update_to_pb(&update, Duration::from_secs(10), Duration::from_secs(900));
         assert_eq!((message.float_millis, message.anchor_millis), (10_000, 900_000));
         assert_eq!(update_from_pb(message, "a", 9).unwrap(), update);

@@ -174,6 +174,10 @@ metrics! {
     config_stale_seconds: IntGauge("smg_config_stale_seconds", "Seconds since the control plane was last heard.");
     config_updates: IntCounterVec("smg_config_updates_total", "Snapshots and deltas received.", ["kind", "result"]);
     sync_subscribers: IntGauge("smg_sync_subscribers", "Gateways subscribed to this control plane node.");
+    gateway_decode_slots: IntGaugeVec("smg_gateway_decode_slots", "Slots of a decode worker as this gateway has them, where gateways share it: granted, anchored (of these, those that last without the control plane), in_use, waiting.", ["worker", "state"]);
+    decode_slot_lease: IntGauge("smg_decode_slot_lease", "How much of its slots this gateway may use: 2 = all, 1 = the anchored ones, because the control plane is not heard, 0 = none.");
+    decode_slots: IntGaugeVec("smg_decode_slots", "Slots of a decode worker in the fleet's ledger, at the control plane node that leads: window, granted, in_use, waiting, zombie (of gateways that are not heard of any more), foreign, free.", ["worker", "state"]);
+    slot_invariant_failures: IntCounterVec("smg_slot_invariant_failures_total", "Moments in which the slot ledger was not what it must be. INV-1: more slots of a worker given away than it has, and growing. INV-2: a gateway that uses more than it was given.", ["invariant"]);
     slot_sessions: IntGauge("smg_slot_sessions", "Gateways that report to this control plane node which decode slots they use.");
     sync_propagation: Histogram("smg_sync_propagation_seconds", "Commit to acknowledgement by a gateway.", buckets = durations);
     tls_certificate_not_after: IntGaugeVec("smg_tls_certificate_not_after_seconds", "When a certificate in use ends, in seconds since the Unix epoch: of this process as a part of the fleet, of the authority that ends last, of the client edge.", ["certificate"]);
@@ -225,6 +229,8 @@ impl Metrics {
         forget(&self.worker_cb_health_readmissions, urls);
         forget(&self.worker_paced, urls);
         forget(&self.pd_admission_window, urls);
+        forget(&self.gateway_decode_slots, urls);
+        forget(&self.decode_slots, urls);
         forget(&self.pd_prefill_admission_inflight, urls);
         forget(&self.engine_load_polls, urls);
         forget(&self.worker_stalled, urls);

@@ -67,6 +67,37 @@ pub enum ServerInfo {
     TokenSpeed(tokenspeed::GetServerInfoResponse),
 }
 
+/// Requests in one rank of an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RankCount {
+    /// Which rank.
+    pub rank: u32,
+    /// How many, running or not.
+    pub requests: u32,
+}
+
+impl RankCount {
+    /// The sum of what it says of its parts, or the total that it says, whichever is larger.
+    fn of(rank: i32, total: i32, parts: &[i32]) -> Self {
+        let count = |number: i32| u32::try_from(number).unwrap_or(0);
+        let sum = parts.iter().fold(0u32, |sum, part| sum.saturating_add(count(*part)));
+        Self { rank: count(rank), requests: sum.max(count(total)) }
+    }
+}
+
+/// SGLang counts requests that wait for their KV cache apart; an engine that does not say how many there are says nothing.
+fn of_sglang(load: &sglang::SchedulerLoad) -> Option<RankCount> {
+    let transfers = load.disaggregation.as_ref()?;
+    let parts = [
+        load.num_running_reqs,
+        load.num_waiting_reqs,
+        transfers.decode_prealloc_queue_reqs,
+        transfers.decode_transfer_queue_reqs,
+        transfers.decode_retracted_queue_reqs,
+    ];
+    Some(RankCount::of(load.dp_rank, load.num_total_reqs, &parts))
+}
+
 /// Whether the worker at `url` speaks gRPC.
 pub fn speaks_grpc(url: &str) -> bool {
     WorkerUrl::parse(url).is_ok_and(|url| url.scheme().wire() == Wire::Grpc)
@@ -175,6 +206,53 @@ impl EngineClient {
         }))
     }
 
+    /// How many requests an engine holds, running or not, of each of its ranks; `None` when nothing is asked of such an engine, or when it
+    /// leaves out those that wait for a KV cache.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn requests(&self, at: Address<'_>, runtime: Runtime) -> Result<Option<Vec<RankCount>>, ProbeError> {
+        let include = || ["core", "disagg", "queues"].map(str::to_owned).to_vec();
+        let counts: Option<Vec<RankCount>> = match runtime {
+            Runtime::Sglang => {
+                let call = |channel: Channel, key: Key| async move {
+                    let mut client = SglangSchedulerClient::new(channel).max_decoding_message_size(MAX_BODY_BYTES);
+                    client.get_loads(keyed(sglang::GetLoadsRequest { dp_rank: None, include: include() }, key)).await
+                };
+                self.call(at, call).await?.loads.iter().map(of_sglang).collect()
+            }
+            Runtime::Vllm => {
+                let call = |channel: Channel, key: Key| async move {
+                    let mut client = VllmEngineClient::new(channel).max_decoding_message_size(MAX_BODY_BYTES);
+                    client.get_loads(keyed(vllm::GetLoadsRequest { dp_rank: None, include: include() }, key)).await
+                };
+                let counts = self.call(at, call).await?.loads.into_iter();
+                let parts = |load: vllm::SchedulerLoad| {
+                    let parts = [load.num_running_reqs, load.num_waiting_reqs];
+                    RankCount::of(load.dp_rank, load.num_total_reqs, &parts)
+                };
+                Some(counts.map(parts).collect())
+            }
+            Runtime::Tokenspeed => {
+                let call = |channel: Channel, key: Key| async move {
+                    let mut client = TokenSpeedSchedulerClient::new(channel).max_decoding_message_size(MAX_BODY_BYTES);
+                    let request = tokenspeed::GetLoadsRequest { dp_rank: None, include: include() };
+                    client.get_loads(keyed(request, key)).await
+                };
+                let counts = self.call(at, call).await?.loads.into_iter();
+                let parts = |load: tokenspeed::SchedulerLoad| {
+                    let queues = load.queues.unwrap_or_default();
+                    let waiting = load.num_waiting_reqs.max(queues.waiting);
+                    let parts = [load.num_running_reqs, waiting, queues.grammar, queues.paused, queues.retracted];
+                    RankCount::of(load.dp_rank, load.num_total_reqs, &parts)
+                };
+                Some(counts.map(parts).collect())
+            }
+            _ => None,
+        };
+        Ok(counts.filter(|counts| !counts.is_empty()))
+    }
+
     async fn check(&self, at: Address<'_>, path: &'static str) -> Result<(), ProbeError> {
         let call = |channel: Channel, key: Key| async move {
             let mut client = tonic::client::Grpc::new(channel).max_decoding_message_size(MAX_BODY_BYTES);
@@ -217,4 +295,27 @@ fn keyed<T>(message: T, key: Key) -> Request<T> {
         request.metadata_mut().insert("authorization", key);
     }
     request
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_wait_for_their_cache_count_and_an_engine_that_hides_them_says_nothing() {
+        let mut load = sglang::SchedulerLoad {
+            dp_rank: 1,
+            num_running_reqs: 3,
+            num_waiting_reqs: -1,
+            num_total_reqs: 3,
+            ..Default::default()
+        };
+        assert_eq!(of_sglang(&load), None);
+        load.disaggregation = Some(sglang::DisaggregationMetrics {
+            decode_prealloc_queue_reqs: 2,
+            decode_transfer_queue_reqs: 4,
+            ..Default::default()
+        });
+        assert_eq!(of_sglang(&load), Some(RankCount { rank: 1, requests: 9 }));
+    }
 }

@@ -4,10 +4,12 @@
 //! it, and tells each gateway what is new for it. Nothing of a request waits for any of this.
 //!
 //! Invariants
-//! * what a gateway is told is committed;
+//! * what a gateway is told is committed, and a lease is renewed only by a node that a quorum takes for the leader at that moment;
 //! * a round that may not have been committed ends all streams: gateways dial again and say everything anew, so that nothing that was said
 //!   is lost;
 //! * one stream per gateway, a few messages in its channel: who does not read is cut off.
+//!
+//! Slots of gateways that are not heard of any more are free as soon as [`evidence`] says so, which engines give.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -16,8 +18,9 @@ use std::time::{Duration, Instant};
 
 use futures::Stream;
 use parking_lot::Mutex;
-use smg_admission::{Answer, Deadlines, Event, Leader, Ledger, ProcessId, Times, WorkerKey, wire};
-use smg_fleet::{Wire, WorkerType, dp};
+use smg_admission::pool::{Pool, Totals};
+use smg_admission::{Answer, Deadlines, Event, Leader, Ledger, ProcessId, Times, Update, WorkerKey, wire};
+use smg_fleet::{Wire, Worker, WorkerType, dp};
 use smg_messages::admission as pb;
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
@@ -26,9 +29,12 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{Response, Status, Streaming};
+use uuid::Uuid;
 
+use crate::probe::client::ProbeClient;
 use crate::writer::{Write, Writer};
 
+mod evidence;
 #[cfg(test)]
 mod tests;
 
@@ -44,6 +50,9 @@ const CHANNEL: usize = 16;
 pub struct Timing {
     /// Between two rounds.
     pub tick: Duration,
+    /// How long reports are gathered before the first round of a term, where the ledger knows nobody although it was in use: it was
+    /// restored, and gateways have requests running that it does not know of.
+    pub gather: Duration,
     /// For any report on a stream.
     pub silence: Duration,
     /// The leases.
@@ -58,9 +67,10 @@ impl Default for Timing {
     fn default() -> Self {
         Self {
             tick: Duration::from_millis(100),
+            gather: Duration::from_secs(3),
             silence: Duration::from_secs(10),
             leases: Times::default(),
-            deadlines: Deadlines { request: Duration::from_secs(1800), dispatch: Duration::from_secs(5) },
+            deadlines: Deadlines { request: Duration::from_secs(1800), dispatch: Duration::from_secs(2) },
             max_sessions: 1_000,
         }
     }
@@ -74,6 +84,7 @@ pub struct Desk {
 
 struct Shared {
     writer: Writer,
+    client: ProbeClient,
     metrics: Arc<Metrics>,
     timing: Timing,
     term: Mutex<Option<Term>>,
@@ -85,6 +96,8 @@ struct Term {
     leader: Leader,
     seats: BTreeMap<String, Seat>,
     next_seat: u64,
+    /// The last mark that gateways were to be sent.
+    mark: u64,
     /// Ends all streams with the term.
     over: DropGuard,
 }
@@ -96,6 +109,8 @@ struct Seat {
     epoch: u64,
     /// The grants it was sent, by worker.
     sent: BTreeMap<WorkerKey, u64>,
+    /// The last mark that it repeated, and what it said then to be surely in engines ever since the mark before.
+    answer: (u64, BTreeMap<WorkerKey, u32>),
     down: mpsc::Sender<Result<pb::Update, Status>>,
 }
 
@@ -103,8 +118,8 @@ type Updates = Pin<Box<dyn Stream<Item = Result<pb::Update, Status>> + Send>>;
 
 impl Desk {
     /// A desk that is closed until [`Desk::run`].
-    pub fn new(writer: Writer, metrics: Arc<Metrics>, timing: Timing) -> Self {
-        Self { shared: Arc::new(Shared { writer, metrics, timing, term: Mutex::new(None) }) }
+    pub fn new(writer: Writer, client: ProbeClient, metrics: Arc<Metrics>, timing: Timing) -> Self {
+        Self { shared: Arc::new(Shared { writer, client, metrics, timing, term: Mutex::new(None) }) }
     }
 
     /// Keeps the desk open for the term in which this node leads.
@@ -120,11 +135,16 @@ impl Desk {
         self.shared.reopen();
         let mut ticks = interval(self.shared.timing.tick);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                _ = ticks.tick() => self.shared.round().await,
-                () = term.cancelled() => break,
+        let rounds = async {
+            loop {
+                ticks.tick().await;
+                self.shared.round().await;
             }
+        };
+        tokio::select! {
+            () = rounds => {}
+            () = evidence::gather(&self.shared) => {}
+            () = term.cancelled() => {}
         }
         *self.shared.term.lock() = None;
     }
@@ -149,7 +169,8 @@ impl Shared {
     fn reopen(&self) {
         let leader = Leader::new(self.timing.leases, self.timing.deadlines);
         let over = CancellationToken::new().drop_guard();
-        *self.term.lock() = Some(Term { begun: Instant::now(), leader, seats: BTreeMap::new(), next_seat: 0, over });
+        *self.term.lock() =
+            Some(Term { begun: Instant::now(), leader, seats: BTreeMap::new(), next_seat: 0, mark: 0, over });
     }
 
     /// Takes a gateway's reports in until its stream ends.
@@ -216,7 +237,8 @@ impl Shared {
                 }
                 term.next_seat += 1;
                 let (number, process) = (term.next_seat, report.process);
-                let taken = Seat { number, process, epoch: 0, sent: BTreeMap::new(), down: down.clone() };
+                let (sent, answer) = (BTreeMap::new(), (0, BTreeMap::new()));
+                let taken = Seat { number, process, epoch: 0, sent, answer, down: down.clone() };
                 term.seats.insert(report.gateway.clone(), taken);
                 *seat = Some((report.gateway.clone(), number));
             }
@@ -229,6 +251,15 @@ impl Shared {
                 }
             }
         }
+        if let Some(seat) = term.seats.get_mut(&report.gateway).filter(|seat| report.mark > seat.answer.0) {
+            seat.answer = (report.mark, report.rows.iter().map(|row| (row.worker, row.surely)).collect());
+        }
+        let overdrawn = ledger.overdrawn(&report);
+        if overdrawn > 0 {
+            let gateway = &report.gateway;
+            tracing::error!(target: "smg", gateway, overdrawn, "INV-2: a gateway uses more slots than it was given");
+            self.metrics.slot_invariant_failures.with_label_values(&["INV-2"]).inc_by(overdrawn as u64);
+        }
         let now = term.begun.elapsed();
         term.leader.hear(ledger, report, sent, now);
         Ok(())
@@ -237,28 +268,91 @@ impl Shared {
     /// One round: what happened, committed, and told.
     async fn round(&self) {
         let state = self.writer.store().local();
-        let events = {
+        let (events, owes_answers) = {
             let mut term = self.term.lock();
             let Some(term) = &mut *term else { return };
+            let ledger = state.ledger();
+            let forgetful = ledger.rounds() > 0 && ledger.sessions().is_empty();
+            if forgetful && term.begun.elapsed() < self.timing.gather {
+                return;
+            }
             for event in changed_windows(&state) {
                 term.leader.push(event);
             }
             let now = term.begun.elapsed();
-            term.leader.round(state.ledger(), |_| None, now)
+            (term.leader.round(state.ledger(), |_| None, now), term.leader.owes_answers())
         };
-        if !events.is_empty() {
+        let agreed = if !events.is_empty() {
             let number = state.ledger().rounds() + 1;
             let write = Write::of("leader", Command::LedgerRound { number, events });
-            if let Err(error) = self.writer.write(write).await {
-                tracing::warn!(target: "smg", %error, "a round of the slot ledger was not committed: gateways are asked to report anew");
-                if self.term.lock().is_some() {
-                    self.reopen();
-                }
-                return;
+            self.writer.write(write).await.map(drop).map_err(|error| error.to_string())
+        } else if owes_answers {
+            // An answer renews leases. Who was a leader once, and has not heard yet that another one is, must not renew what that one ends.
+            self.writer.barrier().await.map(drop).map_err(|error| error.to_string())
+        } else {
+            Ok(())
+        };
+        if let Err(error) = agreed {
+            tracing::warn!(target: "smg", error, "a round of the slot ledger was not committed: gateways are asked to report anew");
+            if self.term.lock().is_some() {
+                self.reopen();
+            }
+            return;
+        }
+        let after = self.writer.store().local();
+        if !Arc::ptr_eq(state.ledger(), after.ledger()) {
+            self.check(state.ledger(), after.ledger());
+            self.show(&after);
+        }
+        self.tell(after.ledger());
+    }
+
+    /// INV-1: what is given away of a worker is no more than it has, or at least not growing.
+    fn check(&self, before: &Ledger, after: &Ledger) {
+        for (worker, pool) in after.pools() {
+            let held = pool.held();
+            let bound = before.pools().get(worker).map_or(0, Pool::held).max(u64::from(pool.window));
+            if held > bound {
+                tracing::error!(target: "smg", worker = %Uuid::from_u128(*worker), held, window = pool.window, "INV-1: more slots are given away than there are");
+                self.metrics.slot_invariant_failures.with_label_values(&["INV-1"]).inc();
             }
         }
-        let state = self.writer.store().local();
-        self.tell(state.ledger());
+    }
+
+    /// The ledger as gauges.
+    fn show(&self, state: &State) {
+        for worker in gated(state) {
+            let Some(pool) = state.ledger().pools().get(&worker.id.0.as_u128()) else { continue };
+            let totals = Totals::of(pool);
+            for (name, slots) in totals.named() {
+                let gauge = self.metrics.decode_slots.with_label_values(&[worker.spec.url.as_str(), name]);
+                gauge.set(i64::try_from(slots).unwrap_or(i64::MAX));
+            }
+        }
+    }
+
+    /// Lets gateways repeat a new mark, which it returns; `None` when this node does not lead any more.
+    fn mark(&self) -> Option<u64> {
+        let mut term = self.term.lock();
+        let term = term.as_mut()?;
+        term.mark += 1;
+        let mark = term.mark;
+        for (gateway, seat) in term.seats.iter_mut().filter(|(_, seat)| seat.epoch > 0) {
+            let update = Update { epoch: seat.epoch, echo: None, grants: Vec::new(), mark };
+            // One that does not read loses its seat with the next answer.
+            self.send(seat, gateway, &update);
+        }
+        Some(mark)
+    }
+
+    /// Sends a gateway something; false when it does not read.
+    fn send(&self, seat: &Seat, gateway: &str, update: &Update) -> bool {
+        let message = wire::update_to_pb(update, self.timing.leases.float, self.timing.leases.anchor);
+        let sent = seat.down.try_send(Ok(message)).is_ok();
+        if !sent {
+            tracing::warn!(target: "smg", gateway, "a gateway does not read what it is told of its slots");
+        }
+        sent
     }
 
     /// Tells each gateway what is new for it.
@@ -279,12 +373,10 @@ impl Shared {
                 }
             }
         }
-        let answers = term.leader.answers(ledger, grants);
-        for Answer { gateway, process, update } in answers {
-            let Some(seat) = term.seats.get(&gateway).filter(|seat| seat.process == process) else { continue };
-            let message = wire::update_to_pb(&update, self.timing.leases.float, self.timing.leases.anchor);
-            if seat.down.try_send(Ok(message)).is_err() {
-                tracing::warn!(target: "smg", gateway, "a gateway does not read what it is told of its slots");
+        let mark = term.mark;
+        for Answer { gateway, process, update } in term.leader.answers(ledger, grants) {
+            let Some(seat) = term.seats.get_mut(&gateway).filter(|seat| seat.process == process) else { continue };
+            if !self.send(seat, &gateway, &Update { mark, ..update }) {
                 term.seats.remove(&gateway);
             }
         }
@@ -292,15 +384,19 @@ impl Shared {
     }
 }
 
-/// Decode workers whose window is not what the ledger has.
-fn changed_windows(state: &State) -> Vec<Event> {
-    let ledger = state.ledger();
+/// The decode workers whose windows count, each of the ranks for itself where requests are routed to ranks.
+pub(crate) fn gated(state: &State) -> impl Iterator<Item = Arc<Worker>> {
     let aware = state.policy("").is_some_and(|record| record.document.dp_aware == Some(true));
     let decodes =
         state.workers().filter(|worker| worker.spec.worker_type == WorkerType::Decode && worker.wire() == Wire::Grpc);
-    let ranks = decodes.flat_map(|worker| if aware { dp::ranks(worker) } else { vec![Arc::clone(worker)] });
+    decodes.flat_map(move |worker| if aware { dp::ranks(worker) } else { vec![Arc::clone(worker)] })
+}
+
+/// Decode workers whose window is not what the ledger has.
+fn changed_windows(state: &State) -> Vec<Event> {
+    let ledger = state.ledger();
     let wanted: BTreeMap<WorkerKey, u32> =
-        ranks.filter_map(|worker| Some((worker.id.0.as_u128(), worker.running_window()?))).collect();
+        gated(state).filter_map(|worker| Some((worker.id.0.as_u128(), worker.running_window()?))).collect();
     let gone = ledger.pools().keys().filter(|worker| !wanted.contains_key(worker));
     let mut events: Vec<Event> = gone.map(|worker| Event::Window(*worker, None)).collect();
     events.extend(wanted.iter().filter_map(|(worker, window)| {

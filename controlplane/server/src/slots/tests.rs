@@ -20,6 +20,7 @@ const WORKER: WorkerKey = 0x0192_0000_0000_7000_8000_0000_0000_0001;
 async fn plane(window: u32, leases: Times) -> Plane {
     let plane = Plane::with(|options| {
         options.slots.tick = Duration::from_millis(5);
+        options.slots.gather = Duration::ZERO;
         options.slots.leases = leases;
     });
     declare(&plane, window).await;
@@ -64,7 +65,7 @@ impl Gateway {
     async fn say(&mut self, all: bool) {
         self.in_use = self.in_use.max(self.wants.min(self.limit()));
         let (in_use, wants) = (self.in_use, self.wants);
-        let report = self.shares.report([WORKER].into_iter(), |_| (in_use, wants.max(in_use)), all);
+        let report = self.shares.report([WORKER].into_iter(), |_| (in_use, wants.max(in_use), 0), all);
         self.up.send(wire::report_to_pb(&report, self.begun.elapsed())).await.unwrap();
     }
 

@@ -12,6 +12,7 @@
 //!   recover and leave.
 
 pub mod decode;
+pub mod lease;
 pub mod line;
 
 use std::sync::Arc;

@@ -14,6 +14,8 @@ use smg_telemetry::{Metrics, SMG};
 use thiserror::Error;
 
 use super::worker::{RoutedWorker, WorkerRuntime};
+use crate::admission::decode::DecodeWindow;
+use crate::admission::lease::Lease;
 use crate::admission::{PrefillQueue, Released};
 use crate::clock::Clock;
 use crate::resilience::budget::Budget;
@@ -210,6 +212,8 @@ pub struct RoutingTable {
     runtimes: BTreeMap<WorkerId, Arc<WorkerRuntime>>,
     /// Tells waiting requests that a prefill worker has a place again. One for all tables of a gateway.
     released: Arc<Released>,
+    /// How much of this gateway's shares of decode workers counts. One for all tables.
+    lease: Arc<Lease>,
 }
 
 /// What a request's model leads to.
@@ -227,7 +231,7 @@ pub enum Lookup {
 
 impl RoutingTable {
     /// The table of an empty fleet.
-    pub fn empty() -> Self {
+    pub fn empty(lease: Arc<Lease>) -> Self {
         Self {
             snapshot: Arc::default(),
             workers: BTreeMap::new(),
@@ -236,6 +240,7 @@ impl RoutingTable {
             wildcard: None,
             runtimes: BTreeMap::new(),
             released: Arc::default(),
+            lease,
         }
     }
 
@@ -254,7 +259,8 @@ impl RoutingTable {
         for worker in workers.values() {
             let known = previous.runtimes.get(&worker.id).cloned();
             let runtime = known.unwrap_or_else(|| {
-                Arc::new(WorkerRuntime::new(worker, clock, Arc::clone(metrics), Arc::clone(&previous.released)))
+                let (released, lease) = (Arc::clone(&previous.released), Arc::clone(&previous.lease));
+                Arc::new(WorkerRuntime::new(worker, clock, Arc::clone(metrics), released, lease))
             });
             let old = previous.workers.get(&worker.id);
             if old.is_some_and(|old| old.kv_engine_id() != worker.kv_engine_id()) {
@@ -281,7 +287,8 @@ impl RoutingTable {
             workers: BTreeMap::new(),
         };
         let (models, canonical, wildcard) = builder.pools()?;
-        Ok(Self { models, canonical, wildcard, runtimes, released: Arc::clone(&previous.released), workers, snapshot })
+        let (released, lease) = (Arc::clone(&previous.released), Arc::clone(&previous.lease));
+        Ok(Self { models, canonical, wildcard, runtimes, released, lease, workers, snapshot })
     }
 
     /// What `model` leads to. No model means the only one.
@@ -312,6 +319,17 @@ impl RoutingTable {
     /// What this gateway knows about a worker.
     pub fn runtime(&self, id: WorkerId) -> Option<&Arc<WorkerRuntime>> {
         self.runtimes.get(&id)
+    }
+
+    /// How much of this gateway's shares of decode workers counts.
+    pub fn lease(&self) -> &Arc<Lease> {
+        &self.lease
+    }
+
+    /// The workers whose slots the fleet shares, each with its window.
+    pub fn windows(&self) -> impl Iterator<Item = (WorkerId, &Arc<DecodeWindow>)> {
+        let windows = self.runtimes.iter().map(|(id, runtime)| (*id, &runtime.window));
+        windows.filter(|(_, window)| window.window().is_some())
     }
 
     /// What this gateway knows about every worker.

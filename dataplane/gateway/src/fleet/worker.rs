@@ -27,6 +27,7 @@ use tonic::transport::Channel;
 
 use crate::admission::Released;
 use crate::admission::decode::DecodeWindow;
+use crate::admission::lease::Lease;
 use crate::clock::Clock;
 use crate::connections::Pool;
 use crate::load::cell::ReportCell;
@@ -74,7 +75,14 @@ pub struct WorkerRuntime {
 
 impl WorkerRuntime {
     /// A worker nothing is known about yet.
-    pub fn new(worker: &Worker, clock: Clock, metrics: Arc<Metrics>, released: Arc<Released>) -> Self {
+    pub fn new(
+        worker: &Worker,
+        clock: Clock,
+        metrics: Arc<Metrics>,
+        released: Arc<Released>,
+        lease: Arc<Lease>,
+    ) -> Self {
+        let (waits, sheds) = (metrics.pd_admission_waits.clone(), metrics.pd_admission_sheds.clone());
         let url = worker.spec.url.as_str();
         let kind = [worker.spec.worker_type.as_str(), worker.wire().as_str()];
         Self {
@@ -87,7 +95,7 @@ impl WorkerRuntime {
             paced_until_ms: AtomicU64::new(0),
             report: ReportCell::default(),
             last_report: LastReport::default(),
-            window: Arc::new(DecodeWindow::new(metrics.pd_admission_waits.clone(), metrics.pd_admission_sheds.clone())),
+            window: Arc::new(DecodeWindow::new(lease, waits, sheds)),
             heard_ms: AtomicU64::new(clock.now_ms()),
             tokens: Default::default(),
             mooncake: Mutex::default(),

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body_util::{BodyExt, Limited};
 use serde_json::{Value, json};
+use smg_admission::Standing;
 use smg_fleet::access::Denied;
 use smg_fleet::validate::worker_spec;
 use smg_fleet::{Snapshot, WorkerId, WorkerSpec, info, matrix};
@@ -25,6 +26,8 @@ use crate::sync::RequestError;
 const REVISION: HeaderName = HeaderName::from_static("x-smg-revision");
 /// Age, in seconds, of an answer that does not come from the control plane.
 const STALE: HeaderName = HeaderName::from_static("x-smg-stale");
+/// Who holds which slots.
+const ADMISSION: &str = "/fleet/admission";
 /// Largest admin request body.
 const MAX_ADMIN_BODY: usize = 1024 * 1024;
 /// Largest control plane answer.
@@ -91,8 +94,12 @@ pub(super) async fn forward(State(front): State<Front>, request: Request) -> Res
     if let Some(revision) = head.headers.get(&REVISION).and_then(|value| value.to_str().ok()?.parse().ok()) {
         catch_up(&front, revision).await;
     }
-    let shows_workers = asked.is_get && asked.uri.path().starts_with("/workers");
-    let body = if shows_workers && head.status.is_success() { overlay(&front, body) } else { body };
+    let body = match asked.uri.path() {
+        _ if !asked.is_get || !head.status.is_success() => body,
+        ADMISSION => lay_over(body, |answer| answer["here"] = slots_here(&front)),
+        path if path.starts_with("/workers") => lay_over(body, |answer| overlay_value(&front, answer)),
+        _ => body,
+    };
     head.headers.remove(header::CONTENT_LENGTH);
     head.headers.remove(header::TRANSFER_ENCODING);
     let mut response = Response::new(Body::from(body));
@@ -188,6 +195,9 @@ fn from_snapshot(front: &Front, asked: &Asked) -> Option<(StatusCode, Value)> {
     if !asked.is_get {
         return None;
     }
+    if path == ADMISSION {
+        return Some((StatusCode::OK, json!({"here": slots_here(front)})));
+    }
     if path == "/workers" {
         return Some((StatusCode::OK, info::worker_list(table.workers.values().map(AsRef::as_ref))));
     }
@@ -220,10 +230,35 @@ fn pairing(snapshot: &Snapshot, asked: &Asked) -> Result<(StatusCode, Value), St
     Ok((StatusCode::OK, answer.map_err(|error| error.to_string())?))
 }
 
-fn overlay(front: &Front, body: Bytes) -> Bytes {
+fn lay_over(body: Bytes, what: impl FnOnce(&mut Value)) -> Bytes {
     let Ok(mut value) = serde_json::from_slice::<Value>(&body) else { return body };
-    overlay_value(front, &mut value);
+    what(&mut value);
     Bytes::from(value.to_string())
+}
+
+/// The slots of decode workers as this gateway has them.
+fn slots_here(front: &Front) -> Value {
+    let table = front.core.table.load();
+    let shown = |(id, window): (WorkerId, &std::sync::Arc<crate::admission::decode::DecodeWindow>)| {
+        let (usage, worker) = (window.usage()?, table.workers.get(&id)?);
+        Some(json!({
+            "worker_id": id.to_string(),
+            "url": worker.spec.url,
+            "window": usage.window,
+            "limit": usage.limit,
+            "anchored": usage.anchored,
+            "in_use": usage.in_use,
+            "waiting": usage.waiting,
+        }))
+    };
+    let workers: Vec<Value> = table.windows().filter_map(shown).collect();
+    let lease = match table.lease().standing() {
+        _ if table.lease().is_alone() => "alone",
+        Standing::Whole => "whole",
+        Standing::Anchored => "anchored",
+        Standing::Nothing => "none",
+    };
+    json!({"gateway_id": front.core.options.gateway_id, "lease": lease, "workers": workers})
 }
 
 /// Lays this gateway's load, breaker and ejection over the fleet's view of workers.

@@ -162,6 +162,7 @@ fn administration(front: &Front) -> Router<Front> {
         .route("/fleet/pairing/explain", any(admin::forward))
         .route("/fleet/settings", any(admin::forward))
         .route("/fleet/gateways", any(admin::forward))
+        .route("/fleet/admission", any(admin::forward))
         .route("/fleet/audit", any(admin::forward))
         .route("/fleet/backup", any(admin::forward))
         .route("/fleet/cluster", any(admin::forward))

@@ -12,7 +12,7 @@ use smg_telemetry::{ROUTERS, SMG};
 use super::leg::{Account, Part};
 use super::rooms::Room;
 use super::status::{FailureKind, LegFailure};
-use crate::admission::decode::Permit;
+use crate::admission::decode::{Permit, Shed};
 use crate::core::Core;
 use crate::dispatch::leg::note_error;
 use crate::fleet::worker::{InFlight, RoutedWorker};
@@ -49,6 +49,14 @@ impl Claim {
         self.0.permit.is_some()
     }
 
+    /// One of its requests is about to be sent.
+    ///
+    /// # Errors
+    /// The rooms are not this gateway's any more.
+    pub fn dispatch(&self) -> Result<(), Shed> {
+        self.0.permit.as_ref().map_or(Ok(()), |permit| permit.dispatch(1))
+    }
+
     fn answered(&self) {
         let mut claim = self.0.claim.lock();
         if !claim.1 {
@@ -75,6 +83,8 @@ pub struct Holding {
     core: Arc<Core>,
     claim: Claim,
     part: Part,
+    /// Since when the engine surely has the request.
+    sure: Option<u64>,
     /// Held by both legs.
     #[allow(dead_code, reason = "held for its drop")]
     room: Option<Arc<Room>>,
@@ -84,7 +94,7 @@ impl Holding {
     /// Takes a leg's share of `claim` and `room`.
     pub fn new(core: &Arc<Core>, claim: &Claim, part: Part, room: Option<Arc<Room>>) -> Self {
         core.metrics.grpc_legs.with_label_values(&[part.as_str()]).inc();
-        Self { core: Arc::clone(core), claim: claim.clone(), part, room }
+        Self { core: Arc::clone(core), claim: claim.clone(), part, sure: None, room }
     }
 }
 
@@ -92,6 +102,16 @@ impl Account<Message> for Holding {
     fn answered(&mut self) {
         self.claim.answered();
         self.core.metrics.router_upstream_responses.with_label_values(&["grpc", "200", ""]).inc();
+    }
+
+    fn is_sure(&mut self, sure: bool) {
+        let Some(permit) = &self.claim.0.permit else { return };
+        if let Some(since) = self.sure.take() {
+            permit.window().is_unsure(since);
+        }
+        if sure {
+            self.sure = Some(permit.window().is_sure());
+        }
     }
 
     fn failed(&mut self, failure: &LegFailure) {
@@ -132,6 +152,7 @@ impl Account<Message> for Holding {
 
 impl Drop for Holding {
     fn drop(&mut self) {
+        self.is_sure(false);
         self.core.metrics.grpc_legs.with_label_values(&[self.part.as_str()]).dec();
     }
 }

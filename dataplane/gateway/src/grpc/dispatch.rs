@@ -26,6 +26,7 @@ use super::rooms::Room;
 use super::running::Running;
 use super::status::LegFailure;
 use super::{parallel, sequential};
+use crate::admission::decode::Shed;
 use crate::dispatch::{Failed, Job};
 use crate::fleet::worker::RoutedWorker;
 use crate::front::error::GatewayError;
@@ -197,6 +198,11 @@ impl Attempt<'_> {
     /// A leg failed before it had answered.
     pub fn not_started(&self, side: &Side, failure: &LegFailure) -> Failed {
         self.failed(side, Refusal::not_started(side.part, failure))
+    }
+
+    /// The rooms on the decode worker were lost before its leg was sent.
+    pub fn shed(&self, side: &Side, shed: Shed) -> Failed {
+        Failed::gateway(GatewayError::Refused(super::not_admitted(self.job, &side.worker, shed)), None)
     }
 
     /// A leg failed.

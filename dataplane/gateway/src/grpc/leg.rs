@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures::FutureExt;
 use futures::stream::{Stream, StreamExt};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, Sleep, sleep, sleep_until, timeout};
@@ -90,6 +91,8 @@ pub trait Exchange: Send + 'static {
 pub trait Account<R>: Send + 'static {
     /// The engine has answered for the first time.
     fn answered(&mut self);
+    /// Whether the request is surely in the engine: it has answered, its end was not seen, and all that it said was read.
+    fn is_sure(&mut self, _sure: bool) {}
     /// The leg broke off.
     fn failed(&mut self, failure: &LegFailure);
     /// An abort was sent, and taken or not.
@@ -174,6 +177,7 @@ struct Supervisor<E: Exchange, A> {
     part: Part,
     unfinished: u32,
     answered: bool,
+    sure: bool,
     deadline: Instant,
     closing: CancellationToken,
     at_once: Arc<AtomicBool>,
@@ -189,6 +193,7 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
             part: order.part,
             unfinished: order.samples.max(1),
             answered: false,
+            sure: false,
             deadline: order.deadline,
             closing: order.closing,
             at_once,
@@ -198,6 +203,7 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
 
     async fn run(mut self, sender: mpsc::Sender<Result<E::Reply, LegFailure>>) {
         let stopped = self.relay(&sender).await;
+        self.set_sure(false);
         match stopped {
             Stopped::Failed(failure) if failure.leaves_engine_running() => {
                 tokio::join!(async { drop(sender.send(Err(failure)).await) }, self.abort_unseen());
@@ -220,22 +226,32 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
         let closing = self.closing.clone();
         let mut deadline = std::pin::pin!(sleep_until(self.deadline));
         loop {
-            let next = tokio::select! {
-                biased;
-                () = sender.closed() => return Stopped::Unfinished,
-                next = self.source.next() => next,
-                () = closing.cancelled() => return Stopped::Unfinished,
-                () = &mut deadline => {
-                    let failure = LegFailure::timed_out();
-                    self.account.failed(&failure);
-                    // A reader that is behind notices its own deadline.
-                    let _ = sender.try_send(Err(failure));
-                    return Stopped::Unfinished;
-                }
+            let next = match self.unread() {
+                Some(next) => next,
+                None => tokio::select! {
+                    biased;
+                    () = sender.closed() => return Stopped::Unfinished,
+                    next = self.source.next() => next,
+                    () = closing.cancelled() => return Stopped::Unfinished,
+                    () = &mut deadline => {
+                        let failure = LegFailure::timed_out();
+                        self.account.failed(&failure);
+                        // A reader that is behind notices its own deadline.
+                        let _ = sender.try_send(Err(failure));
+                        return Stopped::Unfinished;
+                    }
+                },
             };
             match next {
                 Some(Ok(reply)) => {
                     self.note(&reply);
+                    let reply = match sender.try_send(Ok(reply)) {
+                        Ok(()) => continue,
+                        Err(unsent) => unsent.into_inner(),
+                    };
+                    // While the reader is slow the engine is not heard.
+                    self.set_sure(false);
+                    let Ok(reply) = reply else { continue };
                     tokio::select! {
                         sent = sender.send(Ok(reply)) => if let Err(mpsc::error::SendError(unread)) = sent {
                             unread.into_iter().for_each(|reply| self.account.discarded(reply));
@@ -253,6 +269,25 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
         }
     }
 
+    /// What the engine has said and nobody read, when it is not known whether there is anything.
+    fn unread(&mut self) -> Option<Option<Result<E::Reply, LegFailure>>> {
+        if self.sure || !self.answered || self.unfinished == 0 {
+            return None;
+        }
+        let unread = self.source.next().now_or_never();
+        if unread.is_none() {
+            self.set_sure(true);
+        }
+        unread
+    }
+
+    fn set_sure(&mut self, sure: bool) {
+        if self.sure != sure {
+            self.sure = sure;
+            self.account.is_sure(sure);
+        }
+    }
+
     fn fail(&mut self, failure: LegFailure) -> Stopped {
         self.account.failed(&failure);
         Stopped::Failed(failure)
@@ -264,6 +299,9 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
             self.account.answered();
         }
         self.unfinished = self.unfinished.saturating_sub(u32::from(reply.completes()));
+        if self.unfinished == 0 {
+            self.set_sure(false);
+        }
     }
 
     /// Ends a request that nobody waits for any more.

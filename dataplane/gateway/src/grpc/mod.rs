@@ -45,6 +45,7 @@ use smg_engines::vllm::Connector;
 use smg_fleet::{Runtime, Wire, Worker};
 use tokio::time::Instant;
 
+use crate::admission::decode::Shed;
 use crate::core::Core;
 use crate::dispatch::scope::Scope;
 use crate::dispatch::{Failed, Inbound, Job, deadline};
@@ -209,13 +210,7 @@ async fn admit<'a>(
             let wait = Duration::from_secs(job.pool.settings.pd_admission_wait_secs);
             let wait = wait.min(job.deadline.saturating_duration_since(Instant::now()));
             let permit = worker.runtime.window.claim(requests, wait).await;
-            Some(permit.map_err(|shed| {
-                let message = format!(
-                    "Decode worker '{}' for model '{}' could not admit {} request(s) within its running window of {}",
-                    worker.url, job.model, shed.rooms, shed.window
-                );
-                Refusal::shed(message, job.core.options.load.interval_secs())
-            })?)
+            Some(permit.map_err(|shed| not_admitted(job, &worker, shed))?)
         }
     };
     veto(job, prefill.iter().chain([&output]))?;
@@ -236,6 +231,15 @@ async fn admit<'a>(
         output: Claim::new(output, requests, permit),
     };
     Ok((attempt, claims))
+}
+
+/// The decode worker had no rooms in time.
+fn not_admitted(job: &Job<'_>, worker: &RoutedWorker, shed: Shed) -> Refusal {
+    let message = format!(
+        "Decode worker '{}' for model '{}' could not admit {} request(s) within its running window of {}",
+        worker.url, job.model, shed.rooms, shed.window
+    );
+    Refusal::shed(message, job.core.options.load.interval_secs())
 }
 
 /// Whoever waited may find that a worker has become overloaded meanwhile. Where requests are refused then, this one is.

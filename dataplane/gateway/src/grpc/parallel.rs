@@ -44,6 +44,7 @@ pub(super) async fn run(
         attempt.prefill_sent_ms = attempt.prefill_sent_ms.or(Some(now));
         attempt.decode_sent_ms = attempt.decode_sent_ms.or(Some(now));
     });
+    claims.1.dispatch().map_err(|shed| attempt.shed(decode, shed))?;
     let mut prefill_leg = attempt.start((prefill, &claims.0), share, prefill_request, 1, Some(room.clone()));
     let mut decode_leg = attempt.start((decode, &claims.1), share, decode_request, 1, Some(room));
     let sent = Instant::now();

@@ -96,6 +96,7 @@ impl Begun<'_> {
         });
         let request = vllm::decode_leg(request, &plan.source, handoff, decode.worker.dp_rank);
         let request = EngineRequest::Vllm(Box::new(request));
+        claim.dispatch().map_err(|shed| attempt.shed(decode, shed))?;
         let mut output = attempt.start((decode, &claim), share, request, share.samples, None);
         drop(claim);
         let dispatched = Instant::now();

@@ -7,6 +7,7 @@ mod certificates;
 mod cli;
 mod cluster;
 mod controlplane;
+mod descriptors;
 mod gateway;
 mod launch;
 mod operator;

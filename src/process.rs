@@ -1,4 +1,4 @@
-//! The life of a process: runtime, logs, metrics, signals, drain.
+//! The life of a process: limits, runtime, logs, metrics, signals, drain.
 //!
 //! ```text
 //!  first SIGTERM or SIGINT ──► not ready, connections close after their request, new ones are still answered   (notice)
@@ -28,7 +28,7 @@ use thiserror::Error;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::cli::{BOOTSTRAP, ProcessArgs, TokenArgs};
-use crate::runtime;
+use crate::{descriptors, runtime};
 
 /// Shortest token accepted from a file: anything shorter can be guessed from its digest.
 const MIN_TOKEN_BYTES: usize = 16;
@@ -85,6 +85,7 @@ impl RunError {
 pub fn run(args: &ProcessArgs, main: impl Future<Output = Result<(), RunError>>) -> Result<(), RunError> {
     let options = LogOptions { level: args.log_level.as_str().to_owned(), json: args.log_json };
     logs::init(&options).map_err(|error| RunError::start("logs", error))?;
+    descriptors::raise_limit();
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.enable_all();
     if let Some(threads) = args.runtime_worker_threads {

@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::process::Command;
 use std::time::Duration;
 
 use reqwest::StatusCode;
@@ -170,4 +171,18 @@ async fn regular_workers_of_the_start_command_serve() {
         (asked.status() == 200 && engines.iter().all(|engine| engine.generation_count() > 0)).then_some(())
     })
     .await;
+}
+
+#[tokio::test]
+async fn the_soft_limit_of_open_files_is_raised_to_the_hard_one() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -Sn 256 && ulimit -Hn 1000 && exec \"$@\"", "sh", env!("CARGO_BIN_EXE_smg")]);
+    let port = free_port();
+    let smg = Smg::spawn_by(command, &["launch", "--host", "127.0.0.1", "--port", &port.to_string()], port, &[]);
+    smg.ready("/liveness").await;
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", smg.pid())).unwrap();
+    let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    assert_eq!(files.split_whitespace().take(2).collect::<Vec<_>>(), ["1000", "1000"]);
+    let log = smg.log();
+    assert!(log.contains("limit of open files") && log.contains("few files may be open"), "{log}");
 }

@@ -133,10 +133,15 @@ impl Smg {
 
     /// Starts the binary without waiting for anything.
     pub fn spawn(arguments: &[&str], port: u16, environment: &[(&str, &str)]) -> Self {
+        Self::spawn_by(Command::new(env!("CARGO_BIN_EXE_smg")), arguments, port, environment)
+    }
+
+    /// As [`Self::spawn`], by a command that becomes the binary.
+    pub fn spawn_by(mut command: Command, arguments: &[&str], port: u16, environment: &[(&str, &str)]) -> Self {
         let directory = scratch();
         let log = directory.path().join(format!("smg-{}.log", COUNTER.fetch_add(1, Ordering::Relaxed)));
         let metrics_port = free_port();
-        let child = Command::new(env!("CARGO_BIN_EXE_smg"))
+        let child = command
             .args(arguments)
             .args(["--prometheus-host", "127.0.0.1", "--prometheus-port", &metrics_port.to_string()])
             .env("RUST_LOG", "warn,smg=info,smg::routers=debug")
@@ -151,7 +156,8 @@ impl Smg {
         Self { child, url: format!("http://127.0.0.1:{port}"), port, metrics_port, log, client, _directory: directory }
     }
 
-    async fn ready(&self, path: &str) {
+    /// Waits until `path` answers.
+    pub async fn ready(&self, path: &str) {
         eventually(&format!("{path} answers; log:\n{}", self.log()), || async {
             self.client.get(format!("{}{path}", self.url)).send().await.ok()
         })

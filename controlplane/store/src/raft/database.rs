@@ -15,12 +15,14 @@ use openraft::entry::RaftEntry;
 use prost::Message;
 use redb::backends::FileBackend;
 use redb::{
-    Builder, Database, Durability, ReadableDatabase, ReadableTable, TableDefinition, TableError, WriteTransaction,
+    Builder, Database, Durability, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition, TableError,
+    WriteTransaction,
 };
 use smg_messages::disk as pb;
 use thiserror::Error;
 
 use super::convert;
+use super::mutant::{Mutant, planted};
 use super::types::{Entry, LogId};
 use crate::frame::{frame, unframe};
 
@@ -94,7 +96,8 @@ pub(crate) struct Recovered {
 /// Starts a write transaction.
 pub(crate) fn begin(database: &Database) -> Result<WriteTransaction, redb::Error> {
     let mut transaction = database.begin_write()?;
-    transaction.set_durability(Durability::Immediate)?;
+    let durability = if planted(Mutant::NothingFlushed) { Durability::None } else { Durability::Immediate };
+    transaction.set_durability(durability)?;
     transaction.set_two_phase_commit(true);
     transaction.set_quick_repair(true);
     Ok(transaction)
@@ -110,7 +113,16 @@ pub(crate) fn create(path: &Path, identity: &pb::NodeIdentity, named: &[(&str, V
         .mode(0o600)
         .open(path)
         .map_err(Unusable::Io)?;
-    let database = Builder::new().set_cache_size(CACHE_BYTES).create_with_backend(FileBackend::new(file)?)?;
+    create_in(FileBackend::new(file)?, identity, named)
+}
+
+/// Creates the file's content.
+pub(crate) fn create_in(
+    backend: impl StorageBackend,
+    identity: &pb::NodeIdentity,
+    named: &[(&str, Vec<u8>)],
+) -> Result<(), Unusable> {
+    let database = Builder::new().set_cache_size(CACHE_BYTES).create_with_backend(backend)?;
     let transaction = begin(&database)?;
     {
         transaction.open_table(LOG)?;

@@ -17,7 +17,8 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::convert;
 use super::database::{self, LAST_PURGED, LOG, META, Recovered, Unusable, VOTE};
-use super::types::{Entry, LogId, TypeConfig, Vote};
+use super::mutant::{Mutant, planted};
+use super::types::{Config, Entry, LogId, Vote};
 use super::writer::{Counters, Done, Framed, Job, Write};
 use crate::failure::Failure;
 use crate::frame::frame;
@@ -126,7 +127,7 @@ impl LogStore {
     }
 }
 
-impl RaftLogReader<TypeConfig> for LogStore {
+impl<C: Config> RaftLogReader<C> for LogStore {
     async fn try_get_log_entries<RB: RangeBounds<u64> + Clone + Debug + OptionalSend>(
         &mut self,
         range: RB,
@@ -152,10 +153,10 @@ impl RaftLogReader<TypeConfig> for LogStore {
     }
 }
 
-impl RaftLogStorage<TypeConfig> for LogStore {
+impl<C: Config> RaftLogStorage<C> for LogStore {
     type LogReader = Self;
 
-    async fn get_log_state(&mut self) -> Result<LogState<TypeConfig>, io::Error> {
+    async fn get_log_state(&mut self) -> Result<LogState<C>, io::Error> {
         let newest = self.unflushed(0, u64::MAX).pop();
         let (last_purged_log_id, last_in_file) = self.shared.read(|transaction| {
             let purged = database::read_meta(&transaction.open_table(META)?, LAST_PURGED)?;
@@ -195,7 +196,7 @@ impl RaftLogStorage<TypeConfig> for LogStore {
         Ok(*self.shared.committed.lock())
     }
 
-    async fn append<I>(&mut self, entries: I, callback: IOFlushed<TypeConfig>) -> Result<(), io::Error>
+    async fn append<I>(&mut self, entries: I, callback: IOFlushed<C>) -> Result<(), io::Error>
     where
         I: IntoIterator<Item = Entry> + OptionalSend,
         I::IntoIter: OptionalSend,
@@ -205,7 +206,11 @@ impl RaftLogStorage<TypeConfig> for LogStore {
             .map(|entry| (entry.log_id.index(), frame(&convert::entry_to_pb(&entry)).into()))
             .collect();
         self.shared.unflushed.lock().extend(framed.iter().map(|(index, frame)| (*index, Arc::clone(frame))));
-        self.send(Write::Append(framed), Done::Raft(callback)).await
+        if planted(Mutant::AcknowledgedEarly) {
+            callback.io_completed(Ok(()));
+            return self.send(Write::Append(framed), Done::Nobody).await;
+        }
+        self.send(Write::Append(framed), Done::Raft(Box::new(|result| callback.io_completed(result)))).await
     }
 
     async fn truncate_after(&mut self, last: Option<LogId>) -> Result<(), io::Error> {

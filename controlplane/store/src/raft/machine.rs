@@ -12,8 +12,9 @@ use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine, S
 use openraft::{EntryPayload, OptionalSend};
 use smg_state::{Envelope, Outcome, State};
 
+use super::mutant::{Mutant, planted};
 use super::snapshot::{Snapshots, StateSnapshot};
-use super::types::{LogId, SnapshotMeta, StoredMembership, TypeConfig};
+use super::types::{Config, LogId, SnapshotMeta, StoredMembership};
 use crate::failure::Failure;
 use crate::published::Published;
 
@@ -59,7 +60,7 @@ impl Machine {
     }
 }
 
-impl RaftStateMachine<TypeConfig> for Machine {
+impl<C: Config> RaftStateMachine<C> for Machine {
     type SnapshotData = Arc<State>;
     type SnapshotBuilder = Builder;
 
@@ -69,7 +70,7 @@ impl RaftStateMachine<TypeConfig> for Machine {
 
     async fn apply<S>(&mut self, mut entries: S) -> Result<(), io::Error>
     where
-        S: Stream<Item = Result<EntryResponder<TypeConfig>, io::Error>> + Unpin + OptionalSend,
+        S: Stream<Item = Result<EntryResponder<C>, io::Error>> + Unpin + OptionalSend,
     {
         let mut waiting = Vec::new();
         let mut unpublished = 0;
@@ -91,7 +92,9 @@ impl RaftStateMachine<TypeConfig> for Machine {
             }
             if unpublished > 0 && (done || unpublished >= PUBLISH_EVERY) {
                 unpublished = 0;
-                self.published.publish(Arc::new(self.state.clone()));
+                if !planted(Mutant::AnsweredUnpublished) {
+                    self.published.publish(Arc::new(self.state.clone()));
+                }
                 for (responder, outcome) in waiting.drain(..) {
                     responder.send(outcome);
                 }
@@ -103,9 +106,15 @@ impl RaftStateMachine<TypeConfig> for Machine {
     }
 
     async fn get_snapshot_builder(&mut self) -> Builder {
+        let last_log_id = match self.last_applied {
+            Some(last) if planted(Mutant::SnapshotOfTomorrow) => {
+                Some(LogId::new(*last.committed_leader_id(), last.index() + 1))
+            }
+            last => last,
+        };
         Builder {
             snapshot: Snapshot {
-                meta: SnapshotMeta { last_log_id: self.last_applied, last_membership: self.membership.clone() },
+                meta: SnapshotMeta { last_log_id, last_membership: self.membership.clone() },
                 snapshot: Arc::new(self.state.clone()),
             },
             snapshots: Arc::clone(&self.snapshots),
@@ -116,7 +125,9 @@ impl RaftStateMachine<TypeConfig> for Machine {
     async fn install_snapshot(&mut self, meta: &SnapshotMeta, state: Arc<State>) -> Result<(), io::Error> {
         let snapshot = Snapshot { meta: meta.clone(), snapshot: Arc::clone(&state) };
         save(&self.snapshots, &self.failure, snapshot).await?;
-        self.state = State::clone(&state);
+        if !planted(Mutant::SnapshotNotInstalled) {
+            self.state = State::clone(&state);
+        }
         self.last_applied = meta.last_log_id;
         self.membership = meta.last_membership.clone();
         self.published.publish(state);
@@ -136,7 +147,7 @@ pub(crate) struct Builder {
     failure: Arc<Failure>,
 }
 
-impl RaftSnapshotBuilder<TypeConfig> for Builder {
+impl<C: Config> RaftSnapshotBuilder<C> for Builder {
     type SnapshotData = Arc<State>;
 
     async fn build_snapshot(&mut self) -> Result<StateSnapshot, io::Error> {
@@ -147,8 +158,13 @@ impl RaftSnapshotBuilder<TypeConfig> for Builder {
 
 async fn save(snapshots: &Arc<Snapshots>, failure: &Failure, snapshot: StateSnapshot) -> io::Result<()> {
     failure.check()?;
-    let snapshots = Arc::clone(snapshots);
-    let saved = tokio::task::spawn_blocking(move || snapshots.save(snapshot)).await;
-    let result = saved.unwrap_or_else(|error| Err(io::Error::other(error)));
+    let result = if cfg!(test) && tokio::runtime::Handle::try_current().is_err() {
+        // A simulation has no threads.
+        snapshots.save(snapshot)
+    } else {
+        let snapshots = Arc::clone(snapshots);
+        let saved = tokio::task::spawn_blocking(move || snapshots.save(snapshot)).await;
+        saved.unwrap_or_else(|error| Err(io::Error::other(error)))
+    };
     result.map_err(|error| failure.fail(format!("writing a snapshot failed: {error}")))
 }

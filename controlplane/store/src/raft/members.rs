@@ -4,14 +4,16 @@
 //! reads the registry and finishes it; so a removal that was recorded is never half done for long, and never undone.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use openraft::async_runtime::WatchReceiver;
 use openraft::errors::{ClientWriteError, RaftError};
-use openraft::{ChangeMembers, Instant as _};
+use openraft::type_config::TypeConfigExt;
+use openraft::type_config::alias::InstantOf;
+use openraft::{ChangeMembers, Instant as _, RaftMetrics};
 use smg_services::raft as pb;
-use smg_state::{Command, Envelope, NodeId};
+use smg_state::{Command, Envelope, Member, NodeId};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use uuid::Uuid;
 
@@ -19,7 +21,7 @@ use super::RaftStore;
 use super::peer::{change_to_pb, refusal_from_pb};
 use super::plan::{Step, View};
 use super::propose::{DEADLINE, Local};
-use super::types::TypeConfig;
+use super::types::{Config, Peer, TypeConfig};
 use crate::StoreError;
 use crate::call::CallError;
 use crate::cluster::{ChangeError, MemberChange, Refusal};
@@ -32,53 +34,72 @@ const CLOSE: u64 = 100;
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Since when each member has kept up.
-pub(crate) type KeptUp = BTreeMap<NodeId, Instant>;
+pub(crate) type KeptUp<C> = BTreeMap<NodeId, InstantOf<C>>;
+
+/// What a member that leads sees, given its metrics and who is registered. `None` while a change is under way or it does not lead. Who
+/// answered within `fresh` is reachable; who has kept up for `settle` is settled.
+pub(crate) fn view<C: Config>(
+    metrics: &RaftMetrics<C>,
+    registered: Vec<Arc<Member>>,
+    kept_up: &mut KeptUp<C>,
+    fresh: Duration,
+    settle: Duration,
+) -> Option<View> {
+    let (replication, heartbeat) = (metrics.replication.as_ref()?, metrics.heartbeat.as_ref()?);
+    let under_way = metrics.membership_config != metrics.committed_membership_config;
+    if under_way || metrics.membership_config.get_joint_config().len() > 1 {
+        return None;
+    }
+    let me = metrics.id;
+    let membership = metrics.membership_config.membership();
+    let reachable: BTreeSet<NodeId> = heartbeat
+        .iter()
+        .filter(|(_, at)| at.as_ref().is_some_and(|at| at.elapsed() < fresh))
+        .map(|(id, _)| *id)
+        .chain([me])
+        .collect();
+    let last = metrics.last_log_index.unwrap_or_default();
+    let close = |id: &NodeId| {
+        let matched = replication.get(id).copied().flatten();
+        matched.is_some_and(|matched| last.saturating_sub(matched.index()) <= CLOSE)
+    };
+    let caught_up: BTreeSet<NodeId> =
+        membership.nodes().map(|(id, _)| *id).filter(|id| *id == me || (reachable.contains(id) && close(id))).collect();
+    let now = C::now();
+    kept_up.retain(|id, _| caught_up.contains(id));
+    for id in &caught_up {
+        kept_up.entry(*id).or_insert(now);
+    }
+    let settled = kept_up.iter().filter(|(_, since)| now - **since >= settle).map(|(id, _)| *id).collect();
+    Some(View {
+        voters: membership.voter_ids().collect(),
+        peers: membership.nodes().map(|(id, peer)| (*id, peer.clone())).collect(),
+        registered,
+        reachable,
+        caught_up,
+        settled,
+    })
+}
+
+/// A step as openraft takes it.
+pub(crate) fn change_of(step: Step) -> ChangeMembers<NodeId, Peer> {
+    match step {
+        Step::Add(peers) => ChangeMembers::AddNodes(peers),
+        Step::Move(peers) => ChangeMembers::SetNodes(peers),
+        Step::Forget(ids) => ChangeMembers::RemoveNodes(ids),
+        Step::Voters(ids) => ChangeMembers::ReplaceAllVoters(ids),
+    }
+}
 
 impl RaftStore {
-    /// What this member, which leads, sees. `None` while a change is under way or it does not lead.
-    fn view(&self, kept_up: &mut KeptUp, fresh: Duration) -> Option<View> {
+    fn view(&self, kept_up: &mut KeptUp<TypeConfig>, fresh: Duration) -> Option<View> {
         let metrics = self.raft.metrics().borrow_watched().clone();
-        let (replication, heartbeat) = (metrics.replication.as_ref()?, metrics.heartbeat.as_ref()?);
-        let under_way = metrics.membership_config != metrics.committed_membership_config;
-        if under_way || metrics.membership_config.get_joint_config().len() > 1 {
-            return None;
-        }
-        let me = self.identity().node_id;
-        let membership = metrics.membership_config.membership();
-        let reachable: BTreeSet<NodeId> = heartbeat
-            .iter()
-            .filter(|(_, at)| at.as_ref().is_some_and(|at| at.elapsed() < fresh))
-            .map(|(id, _)| *id)
-            .chain([me])
-            .collect();
-        let last = metrics.last_log_index.unwrap_or_default();
-        let close = |id: &NodeId| {
-            let matched = replication.get(id).copied().flatten();
-            matched.is_some_and(|matched| last.saturating_sub(matched.index()) <= CLOSE)
-        };
-        let caught_up: BTreeSet<NodeId> = membership
-            .nodes()
-            .map(|(id, _)| *id)
-            .filter(|id| *id == me || (reachable.contains(id) && close(id)))
-            .collect();
-        let now = Instant::now();
-        kept_up.retain(|id, _| caught_up.contains(id));
-        for id in &caught_up {
-            kept_up.entry(*id).or_insert(now);
-        }
-        let settled = kept_up.iter().filter(|(_, since)| now - **since >= self.settle).map(|(id, _)| *id).collect();
-        Some(View {
-            voters: membership.voter_ids().collect(),
-            peers: membership.nodes().map(|(id, peer)| (*id, peer.clone())).collect(),
-            registered: self.published.state.load().members().cloned().collect(),
-            reachable,
-            caught_up,
-            settled,
-        })
+        let registered = self.published.state.load().members().cloned().collect();
+        view(&metrics, registered, kept_up, fresh, self.settle)
     }
 
     /// Makes one change of the membership. Goes on in the background when it takes longer than its caller can wait.
-    async fn change_membership(&self, change: ChangeMembers<NodeId, super::types::Peer>) -> Result<(), ChangeError> {
+    async fn change_membership(&self, change: ChangeMembers<NodeId, Peer>) -> Result<(), ChangeError> {
         let raft = self.raft.clone();
         let change = tokio::spawn(async move { raft.change_membership(change, false).await });
         let unknown = |why: &dyn std::fmt::Display| ChangeError::Store(StoreError::Unknown(why.to_string()));
@@ -249,15 +270,7 @@ impl RaftStore {
             let step = self.view(&mut kept_up, fresh).and_then(|view| view.next());
             let Some(step) = step else { return self.flatten().await };
             tracing::info!(target: "smg", ?step, "changing the membership");
-            let changed = self
-                .change_membership(match step {
-                    Step::Add(peers) => ChangeMembers::AddNodes(peers),
-                    Step::Move(peers) => ChangeMembers::SetNodes(peers),
-                    Step::Forget(ids) => ChangeMembers::RemoveNodes(ids),
-                    Step::Voters(ids) => ChangeMembers::ReplaceAllVoters(ids),
-                })
-                .await;
-            if let Err(error) = changed {
+            if let Err(error) = self.change_membership(change_of(step)).await {
                 tracing::warn!(target: "smg", %error, "the membership has not changed yet");
             }
             return;

@@ -7,7 +7,7 @@
 //! stops everything after the first storage error.
 //!
 //! Between members: [`identity`] says whose calls count, [`links`] keeps the connections, [`network`] sends what openraft says and [`peer`]
-//! answers it, [`parts`] carries snapshots, [`propose`] takes writes and reads to the leader, [`join`] lets new members in, [`plan`] decides
+//! answers it, both in the messages of [`wire`], [`parts`] carries snapshots, [`propose`] takes writes and reads to the leader, [`join`] lets new members in, [`plan`] decides
 //! how the membership changes and [`members`] changes it, [`status`] tells of it.
 //!
 //! Invariants
@@ -48,6 +48,7 @@ mod links;
 mod log;
 mod machine;
 mod members;
+mod mutant;
 mod network;
 mod options;
 mod parts;
@@ -58,8 +59,12 @@ mod restore;
 mod snapshot;
 mod status;
 mod types;
+mod wire;
 mod writer;
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+mod simulation;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 mod tests;
@@ -70,6 +75,7 @@ pub use peer::PeerService;
 pub use restore::restore;
 pub use writer::StoreStats;
 
+use database::Recovered;
 use identity::Refused;
 use join::Addresses;
 use links::{Links, Way};
@@ -101,7 +107,7 @@ pub struct RaftStore {
     /// When the leader was heard last.
     heard_at: Mutex<Instant>,
     /// Held while the membership is changed.
-    kept_up: tokio::sync::Mutex<members::KeptUp>,
+    kept_up: tokio::sync::Mutex<members::KeptUp<TypeConfig>>,
     /// Held while a snapshot comes in.
     installing: tokio::sync::Mutex<()>,
     refusals: Refusals,
@@ -367,21 +373,27 @@ impl Files {
 
     fn new(path: &Path, opened: dir::Opened) -> Result<Self, OpenError> {
         let dir::Opened { database, recovered, lock } = opened;
+        let (identity, snapshots) = Self::fit(path, &recovered)?;
+        let shared = Arc::new(Shared::new(database, &recovered));
+        let writer = WriterThread::spawn(Arc::clone(&shared), Some(lock))
+            .map_err(OpenError::io("start the log's writer for", path))?;
+        Ok(Self { log: LogStore::new(Arc::clone(&shared), writer.jobs()), shared, writer, snapshots, identity })
+    }
+
+    /// Whether the log and the snapshots of a directory fit together: whose they are, and the snapshots.
+    fn fit(path: &Path, recovered: &Recovered) -> Result<(NodeIdentity, Arc<Snapshots>), OpenError> {
         let identity = NodeIdentity::from_pb(&recovered.identity).ok_or_else(|| OpenError::Damaged {
             path: path.to_owned(),
             reason: "the log does not say whose it is".into(),
         })?;
-        let snapshots = Arc::new(Snapshots::open(path, &recovered)?);
+        let snapshots = Arc::new(Snapshots::open(path, recovered)?);
         let last = recovered.last.max(snapshots.current().and_then(|current| current.meta.last_log_id));
         if let Some(committed) = recovered.committed.filter(|committed| Some(*committed) > last) {
             let held = last.map_or_else(|| "nothing".into(), |last| format!("entries up to {}", last.index()));
             let reason = format!("entry {} was committed, and the log holds {held}", committed.index());
             return Err(OpenError::Damaged { path: path.to_owned(), reason });
         }
-        let shared = Arc::new(Shared::new(database, &recovered));
-        let writer = WriterThread::spawn(Arc::clone(&shared), Some(lock))
-            .map_err(OpenError::io("start the log's writer for", path))?;
-        Ok(Self { log: LogStore::new(Arc::clone(&shared), writer.jobs()), shared, writer, snapshots, identity })
+        Ok((identity, snapshots))
     }
 }
 

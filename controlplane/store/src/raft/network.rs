@@ -16,7 +16,6 @@ use openraft::raft::{
 };
 use openraft::type_config::alias::SnapshotOf;
 use openraft::{OptionalSend, RPCTypes, RaftNetworkFactory, RaftNetworkV2};
-use prost::Message;
 use smg_services::raft as pb;
 use smg_state::{NodeId, State};
 
@@ -24,11 +23,10 @@ use super::convert;
 use super::links::{Link, Links};
 use super::parts;
 use super::snapshot;
-use super::types::{LogId, Peer, TypeConfig, Vote};
+use super::types::{Peer, TypeConfig, Vote};
+use super::wire::{self, BATCH_BYTES, Unclear};
 use crate::call::CallError;
 
-/// Most bytes of entries in one call; at least one entry is always sent.
-const BATCH_BYTES: usize = 4 << 20;
 /// For entries, which the other member answers after its disk has them.
 const APPEND_TIMEOUT: Duration = Duration::from_secs(5);
 /// For a snapshot, and for each MiB of it on top.
@@ -88,22 +86,16 @@ impl PeerNetwork {
         option: &RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RPCError<TypeConfig>> {
         let link = self.link()?;
-        let request = link.request(pb::VoteRequest {
-            vote: Some(convert::vote_to_pb(&rpc.vote)),
-            last: rpc.last_log_id.as_ref().map(convert::log_id_to_pb),
-            leadership_transfer: rpc.leadership_transfer,
-            pre_vote,
-        });
+        let request = link.request(wire::vote_to_pb(&rpc, pre_vote));
         let limit = option.soft_ttl();
         let answer = link.answer(limit, link.client().vote(request)).await;
         let answer = answer.map_err(|error| self.failed(RPCTypes::Vote, limit, error))?;
-        let vote = answer.vote.as_ref().map(convert::vote_from_pb).ok_or_else(|| incomplete("a vote"))?;
-        Ok(VoteResponse::new(vote, answer.last.as_ref().map(convert::log_id_from_pb), answer.granted))
+        wire::voted_from_pb(&answer).map_err(|error| incomplete(&error))
     }
 }
 
-fn incomplete(what: &str) -> RPCError<TypeConfig> {
-    NetworkError::from_string(format!("the answer is not complete: {what} is missing")).into()
+fn incomplete(error: &Unclear) -> RPCError<TypeConfig> {
+    NetworkError::from_string(format!("the answer is not complete: {error}")).into()
 }
 
 impl RaftNetworkV2<TypeConfig> for PeerNetwork {
@@ -115,34 +107,12 @@ impl RaftNetworkV2<TypeConfig> for PeerNetwork {
         option: RPCOption,
     ) -> Result<AppendEntriesResponse<TypeConfig>, RPCError<TypeConfig>> {
         let link = self.link()?;
-        let (mut bytes, mut entries, mut sent) = (0, Vec::new(), None::<LogId>);
-        for entry in &rpc.entries {
-            let message = convert::entry_to_pb(entry);
-            bytes += message.encoded_len();
-            if bytes > BATCH_BYTES && !entries.is_empty() {
-                break;
-            }
-            sent = Some(entry.log_id);
-            entries.push(message);
-        }
-        let all = entries.len() == rpc.entries.len();
-        let limit = if entries.is_empty() { option.soft_ttl() } else { APPEND_TIMEOUT };
-        let request = link.request(pb::AppendRequest {
-            vote: Some(convert::vote_to_pb(&rpc.vote)),
-            previous: rpc.prev_log_id.as_ref().map(convert::log_id_to_pb),
-            entries,
-            leader_commit: rpc.leader_commit.as_ref().map(convert::log_id_to_pb),
-        });
+        let (message, sent) = wire::append_to_pb(&rpc, BATCH_BYTES);
+        let limit = if message.entries.is_empty() { option.soft_ttl() } else { APPEND_TIMEOUT };
+        let request = link.request(message);
         let answer = link.answer(limit, link.client().append(request)).await;
         let answer = answer.map_err(|error| self.failed(RPCTypes::AppendEntries, limit, error))?;
-        use pb::append_response::Result as Pb;
-        Ok(match answer.result.ok_or_else(|| incomplete("the result"))? {
-            Pb::Success(_) if all => AppendEntriesResponse::Success,
-            Pb::Success(_) => AppendEntriesResponse::PartialSuccess(sent),
-            Pb::Partial(upto) => AppendEntriesResponse::PartialSuccess(Some(convert::log_id_from_pb(&upto))),
-            Pb::Conflict(_) => AppendEntriesResponse::Conflict,
-            Pb::HigherVote(vote) => AppendEntriesResponse::HigherVote(convert::vote_from_pb(&vote)),
-        })
+        wire::appended_from_pb(answer, sent).map_err(|error| incomplete(&error))
     }
 
     async fn vote(
@@ -182,7 +152,8 @@ impl RaftNetworkV2<TypeConfig> for PeerNetwork {
             closed = cancel => return Err(closed.into()),
         };
         let answer = answer.map_err(|error| self.failed(RPCTypes::InstallSnapshot, limit, error))?;
-        let vote = answer.vote.as_ref().map(convert::vote_from_pb).ok_or_else(|| incomplete("a vote"))?;
+        let vote = answer.vote.as_ref().map(convert::vote_from_pb);
+        let vote = vote.ok_or_else(|| incomplete(&Unclear::Missing("vote")))?;
         Ok(SnapshotResponse::new(vote))
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use openraft::errors::RaftError;
-use openraft::raft::{AppendEntriesRequest, AppendEntriesResponse, TransferLeaderRequest, VoteRequest};
+use openraft::raft::{AppendEntriesResponse, TransferLeaderRequest};
 use smg_services::raft as pb;
 use smg_services::raft::peer_server::{Peer, PeerServer};
 use smg_state::{Command, Envelope, codec};
@@ -20,6 +20,7 @@ use super::parts::Assembly;
 use super::propose::{Local, LocalRead};
 use super::snapshot;
 use super::types::{TypeConfig, Vote};
+use super::wire::{self, Unclear};
 use crate::cluster::{ChangeError, MemberChange, Refusal};
 use crate::{ClusterStore, StoreError};
 
@@ -70,6 +71,10 @@ fn required<T>(value: Option<T>, field: &str) -> Result<T, Status> {
     value.ok_or_else(|| Status::invalid_argument(format!("'{field}' is missing")))
 }
 
+fn unclear(error: &Unclear) -> Status {
+    Status::invalid_argument(error.to_string())
+}
+
 fn vote(vote: Option<smg_messages::disk::Vote>) -> Result<Vote, Status> {
     Ok(convert::vote_from_pb(&required(vote, "vote")?))
 }
@@ -78,45 +83,21 @@ fn vote(vote: Option<smg_messages::disk::Vote>) -> Result<Vote, Status> {
 impl Peer for PeerService {
     async fn append(&self, request: Request<pb::AppendRequest>) -> Result<Response<pb::AppendResponse>, Status> {
         self.admit(&request)?;
-        let request = request.into_inner();
-        let entries: Result<Vec<_>, _> = request.entries.into_iter().map(convert::entry_from_pb).collect();
-        let entries = entries.map_err(|error| Status::invalid_argument(format!("an entry cannot be read: {error}")))?;
-        let request = AppendEntriesRequest {
-            vote: vote(request.vote)?,
-            prev_log_id: request.previous.as_ref().map(convert::log_id_from_pb),
-            entries,
-            leader_commit: request.leader_commit.as_ref().map(convert::log_id_from_pb),
-        };
+        let request = wire::append_from_pb(request.into_inner()).map_err(|error| unclear(&error))?;
         let answer = self.store.raft.append_entries(request).await.map_err(broken)?;
         if !matches!(answer, AppendEntriesResponse::HigherVote(_)) {
             self.store.heard();
         }
-        use pb::append_response::Result as Pb;
-        let result = match answer {
-            AppendEntriesResponse::Success => Pb::Success(true),
-            AppendEntriesResponse::PartialSuccess(upto) => match upto {
-                Some(upto) => Pb::Partial(convert::log_id_to_pb(&upto)),
-                None => Pb::Conflict(true),
-            },
-            AppendEntriesResponse::Conflict => Pb::Conflict(true),
-            AppendEntriesResponse::HigherVote(vote) => Pb::HigherVote(convert::vote_to_pb(&vote)),
-        };
-        Ok(Response::new(pb::AppendResponse { result: Some(result) }))
+        Ok(Response::new(wire::appended_to_pb(&answer)))
     }
 
     async fn vote(&self, request: Request<pb::VoteRequest>) -> Result<Response<pb::VoteResponse>, Status> {
         self.admit(&request)?;
         let request = request.into_inner();
-        let pre_vote = request.pre_vote;
-        let mut ask = VoteRequest::new(vote(request.vote)?, request.last.as_ref().map(convert::log_id_from_pb));
-        ask.leadership_transfer = request.leadership_transfer;
+        let ask = wire::vote_from_pb(&request).map_err(|error| unclear(&error))?;
         let raft = &self.store.raft;
-        let answer = if pre_vote { raft.pre_vote(ask).await } else { raft.vote(ask).await }.map_err(broken)?;
-        Ok(Response::new(pb::VoteResponse {
-            vote: Some(convert::vote_to_pb(&answer.vote)),
-            granted: answer.vote_granted,
-            last: answer.last_log_id.as_ref().map(convert::log_id_to_pb),
-        }))
+        let answer = if request.pre_vote { raft.pre_vote(ask).await } else { raft.vote(ask).await }.map_err(broken)?;
+        Ok(Response::new(wire::voted_to_pb(&answer)))
     }
 
     async fn install(

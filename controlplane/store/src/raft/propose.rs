@@ -7,25 +7,29 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use openraft::ReadPolicy;
 use openraft::errors::{ClientWriteError, LinearizableReadError, RaftError};
+use openraft::raft::ClientWriteResponse;
+use openraft::storage::RaftStateMachine;
+use openraft::{Raft, ReadPolicy};
 use prost::Message;
 use smg_fleet::Revision;
 use smg_services::raft as pb;
-use smg_state::{Envelope, NodeId, Outcome, codec};
+use smg_state::{CommandId, Envelope, NodeId, Outcome, codec};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::RaftStore;
 use super::links::Link;
+use super::mutant::{Mutant, planted};
+use super::types::Config;
 use crate::StoreError;
 use crate::call::CallError;
 
 /// How long a write or a barrier may take. Shorter than callers wait, so that they learn what is known.
 pub(crate) const DEADLINE: Duration = Duration::from_millis(4_500);
 /// How long the leader is given for its part.
-const LEADER_DEADLINE: Duration = Duration::from_secs(4);
+pub(crate) const LEADER_DEADLINE: Duration = Duration::from_secs(4);
 /// Before the leader is looked for again.
-const PAUSE: Duration = Duration::from_millis(25);
+pub(crate) const PAUSE: Duration = Duration::from_millis(25);
 /// Least time for another attempt after one whose outcome is unknown.
 const WORTHWHILE: Duration = Duration::from_secs(1);
 /// Largest command, in bytes of its message.
@@ -51,6 +55,89 @@ pub(crate) enum LocalRead {
     Refused(StoreError),
 }
 
+impl Local {
+    /// What became of a write that openraft was given.
+    pub fn of<C: Config>(result: Result<ClientWriteResponse<C>, RaftError<C, ClientWriteError<C>>>) -> Self {
+        match result {
+            Ok(response) => match response.data {
+                Some(outcome) => Self::Done(outcome),
+                None => Self::Unknown("it was applied without an outcome".into()),
+            },
+            Err(RaftError::APIError(ClientWriteError::ForwardToLeader(forward))) => Self::NotLeader(forward.leader_id),
+            Err(other) => Self::Unknown(other.to_string()),
+        }
+    }
+
+    /// What became of one that took longer than anybody waits.
+    pub fn unconfirmed() -> Self {
+        let reason = format!("not confirmed within {} s", LEADER_DEADLINE.as_secs());
+        if planted(Mutant::UnknownMeansNo) {
+            return Self::Refused(StoreError::Unavailable(reason));
+        }
+        Self::Unknown(reason)
+    }
+}
+
+impl LocalRead {
+    /// Asks openraft, which asks a quorum whether this member still leads.
+    pub async fn ask<C: Config, SM: RaftStateMachine<C>>(raft: &Raft<C, SM>) -> Self {
+        match raft.get_read_linearizer(ReadPolicy::ReadIndex).await {
+            Ok(reader) => Self::Index(reader.read_log_id().index()),
+            Err(RaftError::APIError(LinearizableReadError::ForwardToLeader(forward))) => {
+                Self::NotLeader(forward.leader_id)
+            }
+            Err(error) => Self::Refused(StoreError::Unavailable(error.to_string())),
+        }
+    }
+}
+
+/// The attempts to have one command done, and what they leave to be said.
+///
+/// Once an attempt may have reached a log, "it did not happen" is no answer any more, whatever later attempts come to.
+#[derive(Debug)]
+pub(crate) struct Attempts {
+    id: CommandId,
+    /// What the last attempt that may have reached a log came to.
+    unknown: Option<String>,
+    last: String,
+}
+
+impl Attempts {
+    pub fn new(id: CommandId) -> Self {
+        Self { id, unknown: None, last: "no leader is known".to_owned() }
+    }
+
+    /// How much time another attempt is worth having: after one of which nothing is known, a short rest of the time tells nothing new.
+    pub fn worthwhile(&self) -> Duration {
+        if self.unknown.is_some() { WORTHWHILE } else { Duration::ZERO }
+    }
+
+    /// Takes what an attempt came to, on this member or on another one. Returns the answer, if there is one.
+    pub fn take(&mut self, attempt: Local, here: bool) -> Option<Result<Outcome, StoreError>> {
+        match attempt {
+            Local::Done(outcome) => return Some(Ok(outcome)),
+            Local::NotLeader(_) => {}
+            Local::Unknown(why) => self.unknown = Some(why),
+            Local::Refused(StoreError::Unavailable(why)) if !here => self.last = why,
+            Local::Refused(error) => return Some(Err(self.or_unknown(error))),
+        }
+        None
+    }
+
+    /// This error, unless an attempt may have reached a log.
+    pub fn or_unknown(&self, error: StoreError) -> StoreError {
+        match &self.unknown {
+            None => error,
+            Some(why) => StoreError::Unknown(format!("command {}: {why}", self.id)),
+        }
+    }
+
+    /// What is to be said when there is no more time.
+    pub fn end(self) -> StoreError {
+        self.or_unknown(StoreError::Unavailable(self.last.clone()))
+    }
+}
+
 impl RaftStore {
     /// Makes a command durable if this member leads.
     pub(crate) async fn propose_here(&self, envelope: Envelope) -> Local {
@@ -68,16 +155,9 @@ impl RaftStore {
             result
         });
         match timeout(LEADER_DEADLINE, write).await {
-            Err(_) => Local::Unknown(format!("not confirmed within {} s", LEADER_DEADLINE.as_secs())),
+            Err(_) => Local::unconfirmed(),
             Ok(Err(join)) => Local::Unknown(join.to_string()),
-            Ok(Ok(Ok(response))) => match response.data {
-                Some(outcome) => Local::Done(outcome),
-                None => Local::Unknown("it was applied without an outcome".into()),
-            },
-            Ok(Ok(Err(RaftError::APIError(ClientWriteError::ForwardToLeader(forward))))) => {
-                Local::NotLeader(forward.leader_id)
-            }
-            Ok(Ok(Err(other))) => Local::Unknown(other.to_string()),
+            Ok(Ok(result)) => Local::of(result),
         }
     }
 
@@ -86,66 +166,40 @@ impl RaftStore {
         if let Err(error) = self.check() {
             return LocalRead::Refused(error);
         }
-        let reader = self.raft.get_read_linearizer(ReadPolicy::ReadIndex);
-        match timeout(LEADER_DEADLINE, reader).await {
+        match timeout(LEADER_DEADLINE, LocalRead::ask(&self.raft)).await {
             Err(_) => {
                 LocalRead::Refused(StoreError::Unavailable(format!("no quorum within {} s", LEADER_DEADLINE.as_secs())))
             }
-            Ok(Ok(reader)) => LocalRead::Index(reader.read_log_id().index()),
-            Ok(Err(RaftError::APIError(LinearizableReadError::ForwardToLeader(forward)))) => {
-                LocalRead::NotLeader(forward.leader_id)
-            }
-            Ok(Err(RaftError::APIError(error))) => LocalRead::Refused(StoreError::Unavailable(error.to_string())),
-            Ok(Err(RaftError::Fatal(fatal))) => {
-                LocalRead::Refused(self.check().err().unwrap_or_else(|| StoreError::Unavailable(fatal.to_string())))
-            }
+            Ok(read @ LocalRead::Refused(_)) => self.check().err().map_or(read, LocalRead::Refused),
+            Ok(read) => read,
         }
     }
 
     pub(crate) async fn propose_anywhere(&self, envelope: Envelope) -> Result<Outcome, StoreError> {
         self.check()?;
         let deadline = Instant::now() + DEADLINE;
-        let id = envelope.command_id;
+        let mut attempts = Attempts::new(envelope.command_id);
         let message = codec::envelope_to_pb(&envelope);
         if message.encoded_len() > MAX_COMMAND {
             return Err(StoreError::TooLarge(MAX_COMMAND));
         }
-        // What the last attempt that may have reached a log came to.
-        let mut unknown: Option<String> = None;
-        let mut last = "no leader is known".to_owned();
-        // After an attempt of which nothing is known, a short rest of the time tells nothing new.
-        while Instant::now() + if unknown.is_some() { WORTHWHILE } else { Duration::ZERO } < deadline {
+        while Instant::now() + attempts.worthwhile() < deadline {
             let leader = self.leader();
+            let here = leader == Some(self.identity().node_id);
             let attempt = match leader {
-                Some(leader) if leader == self.identity().node_id => {
-                    timeout_at(deadline, self.propose_here(envelope.clone())).await
-                }
+                Some(_) if here => timeout_at(deadline, self.propose_here(envelope.clone())).await,
                 Some(leader) => timeout_at(deadline, self.propose_to(leader, message.clone())).await,
                 None => Ok(Local::NotLeader(None)),
             };
-            match attempt {
-                Ok(Local::Done(outcome)) => return Ok(outcome),
-                Ok(Local::NotLeader(_)) => {}
-                Ok(Local::Unknown(why)) => unknown = Some(why),
-                Ok(Local::Refused(StoreError::Unavailable(why))) if leader != Some(self.identity().node_id) => {
-                    last = why
-                }
-                Ok(Local::Refused(error)) => match unknown {
-                    None => return Err(error),
-                    Some(why) => return Err(StoreError::Unknown(format!("command {id}: {why}"))),
-                },
-                Err(_) => unknown = Some(format!("not confirmed within {} ms", DEADLINE.as_millis())),
+            let attempt =
+                attempt.unwrap_or_else(|_| Local::Unknown(format!("not confirmed within {} ms", DEADLINE.as_millis())));
+            if let Some(answer) = attempts.take(attempt, here) {
+                return answer;
             }
-            self.check().map_err(|error| match &unknown {
-                None => error,
-                Some(why) => StoreError::Unknown(format!("command {id}: {why}")),
-            })?;
+            self.check().map_err(|error| attempts.or_unknown(error))?;
             sleep(PAUSE).await;
         }
-        match unknown {
-            None => Err(StoreError::Unavailable(last)),
-            Some(why) => Err(StoreError::Unknown(format!("command {id}: {why}"))),
-        }
+        Err(attempts.end())
     }
 
     /// The connections to a member, wherever it was last known to be.

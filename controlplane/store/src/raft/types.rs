@@ -1,5 +1,6 @@
 //! The type parameters of openraft, and short names for what they make of its types.
 
+use openraft::RaftTypeConfig;
 use openraft::type_config::alias;
 use smg_state::{Envelope, Outcome};
 use uuid::Uuid;
@@ -24,6 +25,38 @@ openraft::declare_raft_types!(
         Term = u64,
         LeaderId = openraft::impls::leader_id_adv::LeaderId<Self::Term, Self::NodeId>,
 );
+
+/// Any configuration with these types, whatever its runtime: the log and the state machine serve each of them, so that a simulation of a
+/// cluster runs the code that is shipped.
+pub(crate) trait Config:
+    RaftTypeConfig<
+        D = Envelope,
+        R = Option<Outcome>,
+        NodeId = u64,
+        Node = Peer,
+        Term = u64,
+        LeaderId = alias::LeaderIdOf<TypeConfig>,
+        Vote = Vote,
+        Payload = alias::PayloadOf<TypeConfig>,
+        Entry = Entry,
+    >
+{
+}
+
+impl<C> Config for C where
+    C: RaftTypeConfig<
+            D = Envelope,
+            R = Option<Outcome>,
+            NodeId = u64,
+            Node = Peer,
+            Term = u64,
+            LeaderId = alias::LeaderIdOf<TypeConfig>,
+            Vote = Vote,
+            Payload = alias::PayloadOf<TypeConfig>,
+            Entry = Entry,
+        >
+{
+}
 
 pub(crate) type LogId = alias::LogIdOf<TypeConfig>;
 pub(crate) type Vote = alias::VoteOf<TypeConfig>;

@@ -11,13 +11,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
 
-use openraft::storage::IOFlushed;
 use redb::Database;
 use tokio::sync::{mpsc, oneshot};
 
 use super::database::{self, COMMITTED, LAST_PURGED, LOG, META, VOTE};
 use super::log::Shared;
-use super::types::TypeConfig;
+use super::mutant::{Mutant, planted};
 
 /// Most writes that wait for the thread; senders wait beyond it.
 const QUEUE: usize = 1024;
@@ -28,7 +27,7 @@ const MAX_BATCH: usize = 1024;
 pub(crate) type Framed = (u64, Arc<[u8]>);
 
 /// A change to the file.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Write {
     /// The vote, as a frame.
     Vote(Vec<u8>),
@@ -48,7 +47,7 @@ pub(crate) enum Write {
 pub(crate) enum Done {
     Nobody,
     Caller(oneshot::Sender<io::Result<()>>),
-    Raft(IOFlushed<TypeConfig>),
+    Raft(Box<dyn FnOnce(io::Result<()>) + Send>),
 }
 
 impl Done {
@@ -57,7 +56,7 @@ impl Done {
             Done::Nobody => {}
             // A caller that no longer waits has nothing to learn.
             Done::Caller(caller) => drop(caller.send(result)),
-            Done::Raft(callback) => callback.io_completed(result),
+            Done::Raft(callback) => callback(result),
         }
     }
 }
@@ -127,7 +126,7 @@ impl WriterThread {
     pub fn spawn(shared: Arc<Shared>, lock: Option<fs::File>) -> io::Result<Self> {
         let (jobs, receiver) = mpsc::channel(QUEUE);
         let thread = thread::Builder::new().name("smg-log-writer".into()).spawn(move || {
-            Writer { shared, committed: None }.run(receiver);
+            Writer::new(shared).run(receiver);
             drop(lock);
         })?;
         Ok(Self { jobs, thread })
@@ -146,39 +145,56 @@ impl WriterThread {
     }
 }
 
-struct Writer {
+/// What the thread does, one transaction after the other.
+pub(crate) struct Writer {
     shared: Arc<Shared>,
     /// The newest committed log id that is not on disk yet.
     committed: Option<Vec<u8>>,
 }
 
+/// The first job and all that wait behind it, up to one transaction's worth.
+pub(crate) fn batch(first: Job, jobs: &mut mpsc::Receiver<Job>) -> Vec<Job> {
+    let mut batch = vec![first];
+    while batch.len() < MAX_BATCH && !matches!(batch.last(), Some((Write::Close, _))) {
+        match jobs.try_recv() {
+            Ok(job) => batch.push(job),
+            Err(_) => break,
+        }
+    }
+    batch
+}
+
 impl Writer {
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, committed: None }
+    }
+
     fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
         let mut closing = false;
         while !closing && let Some(first) = jobs.blocking_recv() {
-            let (mut writes, mut done) = (Vec::new(), Vec::new());
-            let mut next = Some(first);
-            while let Some((write, whom)) = next {
-                closing = matches!(write, Write::Close);
-                writes.push(write);
-                done.push(whom);
-                next = if closing || writes.len() >= MAX_BATCH { None } else { jobs.try_recv().ok() };
-            }
-            let result = self.commit(writes);
-            if closing {
-                self.close();
-            }
-            for whom in done {
-                whom.complete(match &result {
-                    Ok(()) => Ok(()),
-                    Err(error) => Err(io::Error::other(error.to_string())),
-                });
-            }
+            closing = self.turn(batch(first, &mut jobs));
         }
         if !closing {
             let _ = self.commit(vec![Write::Close]);
             self.close();
         }
+    }
+
+    /// Makes the jobs of one transaction durable and then says so. Returns whether the file is closed now.
+    pub fn turn(&mut self, batch: Vec<Job>) -> bool {
+        let (writes, done): (Vec<Write>, Vec<Done>) = batch.into_iter().unzip();
+        let closing = matches!(writes.last(), Some(Write::Close));
+        let result = self.commit(writes);
+        if closing {
+            self.close();
+        }
+        for whom in done {
+            whom.complete(match &result {
+                Ok(()) => Ok(()),
+                Err(error) => Err(io::Error::other(error.to_string())),
+            });
+        }
+        closing
     }
 
     fn close(&self) {
@@ -235,6 +251,7 @@ fn transact(database: &Database, changes: &[Write], committed: Option<&[u8]>) ->
         let mut meta = transaction.open_table(META)?;
         for change in changes {
             match change {
+                Write::Vote(_) if planted(Mutant::VoteNotSaved) => {}
                 Write::Vote(frame) => drop(meta.insert(VOTE, frame.as_slice())?),
                 Write::Append(entries) => {
                     for (index, frame) in entries {
@@ -243,7 +260,8 @@ fn transact(database: &Database, changes: &[Write], committed: Option<&[u8]>) ->
                 }
                 Write::Truncate(from) => log.retain_in(*from.., |_, _| false)?,
                 Write::Purge(upto, frame) => {
-                    log.retain_in(..=*upto, |_, _| false)?;
+                    let upto = if planted(Mutant::PurgedTooFar) { upto.saturating_add(1) } else { *upto };
+                    log.retain_in(..=upto, |_, _| false)?;
                     meta.insert(LAST_PURGED, frame.as_slice())?;
                 }
                 Write::Committed(_) | Write::Close => {}

@@ -68,16 +68,20 @@ async fn the_log_behaves_like_a_vector() {
                 model.entries.extend(entries.iter().cloned());
                 if choices.below(20) == 0 {
                     let (done, flushed) = TypeConfig::oneshot();
-                    log.append(entries, IOFlushed::signal(done)).await.unwrap();
+                    <LogStore as RaftLogStorage<TypeConfig>>::append(&mut log, entries, IOFlushed::signal(done))
+                        .await
+                        .unwrap();
                     flushed.await.unwrap().unwrap();
                 } else {
-                    log.append(entries, IOFlushed::noop()).await.unwrap();
+                    <LogStore as RaftLogStorage<TypeConfig>>::append(&mut log, entries, IOFlushed::noop())
+                        .await
+                        .unwrap();
                 }
             }
             400..440 if !model.entries.is_empty() => {
                 let keep = choices.below(model.entries.len() as u64 + 1) as usize;
                 model.entries.truncate(keep);
-                log.truncate_after(model.last()).await.unwrap();
+                <LogStore as RaftLogStorage<TypeConfig>>::truncate_after(&mut log, model.last()).await.unwrap();
                 model.term += 1;
             }
             440..460 if !model.entries.is_empty() => {
@@ -85,26 +89,29 @@ async fn the_log_behaves_like_a_vector() {
                 let upto = model.entries[gone - 1].log_id;
                 model.entries.drain(..gone);
                 model.purged = Some(upto);
-                log.purge(upto).await.unwrap();
+                <LogStore as RaftLogStorage<TypeConfig>>::purge(&mut log, upto).await.unwrap();
             }
             460..500 => {
                 let vote = Vote::new(model.term, choices.below(5));
-                log.save_vote(&vote).await.unwrap();
+                <LogStore as RaftLogStorage<TypeConfig>>::save_vote(&mut log, &vote).await.unwrap();
                 model.vote = Some(vote);
             }
             500..600 if model.last().is_some() => {
                 model.committed = model.last();
-                log.save_committed(model.committed).await.unwrap();
+                <LogStore as RaftLogStorage<TypeConfig>>::save_committed(&mut log, model.committed).await.unwrap();
             }
             600..605 => {
                 writer.close().await;
                 (log, writer) = open_log(&path);
-                assert_eq!(log.read_committed().await.unwrap(), model.committed);
+                assert_eq!(
+                    <LogStore as RaftLogStorage<TypeConfig>>::read_committed(&mut log).await.unwrap(),
+                    model.committed
+                );
             }
             605..650 => {
-                let state = log.get_log_state().await.unwrap();
+                let state = <LogStore as RaftLogStorage<TypeConfig>>::get_log_state(&mut log).await.unwrap();
                 assert_eq!((state.last_purged_log_id, state.last_log_id), (model.purged, model.last()));
-                assert_eq!(log.read_vote().await.unwrap(), model.vote);
+                assert_eq!(<LogStore as RaftLogReader<TypeConfig>>::read_vote(&mut log).await.unwrap(), model.vote);
             }
             _ => {
                 let (first, next) = (model.first(), model.next());
@@ -112,13 +119,17 @@ async fn the_log_behaves_like_a_vector() {
                 let end = start + choices.below(20);
                 let expected: Vec<&Entry> =
                     model.entries.iter().filter(|entry| (start..end).contains(&entry.log_id.index())).collect();
-                let found = log.try_get_log_entries(start..end).await.unwrap();
+                let found =
+                    <LogStore as RaftLogReader<TypeConfig>>::try_get_log_entries(&mut log, start..end).await.unwrap();
                 assert!(found.iter().eq(expected), "{start}..{end}");
             }
         }
     }
     writer.close().await;
     let (mut log, writer) = open_log(&path);
-    assert_eq!(log.try_get_log_entries(..).await.unwrap(), model.entries);
+    assert_eq!(
+        <LogStore as RaftLogReader<TypeConfig>>::try_get_log_entries(&mut log, ..).await.unwrap(),
+        model.entries
+    );
     writer.close().await;
 }

@@ -48,6 +48,9 @@ impl Held {
     }
 }
 
+/// The entry before one, and its bytes.
+type Written = (Option<LogId>, Vec<u8>);
+
 #[derive(Debug)]
 pub(super) struct Checks {
     pub disks: BTreeMap<NodeId, Held>,
@@ -55,8 +58,8 @@ pub(super) struct Checks {
     lost: BTreeMap<NodeId, Held>,
     /// Which process leads under which name.
     leaders: BTreeMap<(u64, NodeId), Owner>,
-    /// Of each entry ever written: the one before it and its bytes.
-    entries: BTreeMap<(u64, u64, NodeId), (Option<LogId>, Vec<u8>)>,
+    /// Each entry ever written.
+    entries: BTreeMap<(u64, u64, NodeId), Written>,
     /// The committed entries, and the state after each.
     committed: BTreeMap<u64, (LogId, Arc<State>)>,
     state: State,

@@ -174,6 +174,7 @@ pub const TABLES: &[Table] = &[
                     "a_model_that_a_gateway_does_not_know_is_unknown_only_if_the_control_plane_says_so",
                 )]),
             ),
+            ("loop_detected", By(&[("tests/edge.rs", "a_request_that_comes_back_is_refused_and_multiplies_nothing")])),
             (
                 "request_timeout",
                 By(&[(

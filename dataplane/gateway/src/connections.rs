@@ -251,7 +251,8 @@ impl Link {
             let polled = response.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             match &polled {
                 Poll::Pending => self.bell.wake_when_rung(cx.waker()),
-                Poll::Ready(_) => self.answered.head_came(),
+                Poll::Ready(Ok(_)) => self.answered.head_came(),
+                Poll::Ready(Err(_)) => {}
             }
             polled
         })

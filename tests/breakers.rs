@@ -182,7 +182,7 @@ async fn one_failure_opens_a_half_open_breaker_again() {
 
 #[tokio::test]
 async fn no_request_fails_while_a_dead_worker_has_a_substitute() {
-    let fleet = fleet(2, 2, &["--health-check-interval-secs", "3600", "--policy", "round_robin"]).await;
+    let fleet = fleet(2, 2, &["--disable-health-check", "--policy", "round_robin"]).await;
     let smg = &fleet.smg;
     for dead in [&fleet.prefills[0], &fleet.decodes[1]] {
         for _ in 0..4 {
@@ -216,7 +216,7 @@ async fn no_request_fails_while_a_dead_worker_has_a_substitute() {
 
 #[tokio::test]
 async fn a_leg_whose_only_worker_is_gone_is_named_with_the_time_to_come_back() {
-    let fleet = fleet(1, 1, &["--disable-retries", "--health-check-interval-secs", "3600"]).await;
+    let fleet = fleet(1, 1, &["--disable-retries", "--disable-health-check"]).await;
     let smg = &fleet.smg;
     for (leg, other, engine) in [("decode", "prefill", &fleet.decodes[0]), ("prefill", "decode", &fleet.prefills[0])] {
         engine.stop().await;

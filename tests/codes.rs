@@ -79,7 +79,7 @@ async fn what_the_gateway_refuses_has_its_code_and_envelope() {
 
 #[tokio::test]
 async fn what_breaks_behind_the_gateway_has_the_code_of_its_leg() {
-    let flags = ["--disable-retries", "--cb-failure-threshold", "100", "--health-check-interval-secs", "3600"];
+    let flags = ["--disable-retries", "--cb-failure-threshold", "100", "--disable-health-check"];
     let broken = Fault::generation().reset_unanswered();
     let cut = Fault::generation().status(200, "{}").close_after_bytes(0);
     for dispatch in DISPATCHES {

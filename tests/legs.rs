@@ -170,7 +170,7 @@ fn both_ways(serving: &Serving) -> [(&'static str, &MockEngine, &MockEngine); 2]
 }
 
 async fn lossy_pair() -> Serving {
-    let flags = ["--disable-retries", "--cb-failure-threshold", "100", "--health-check-interval-secs", "3600"];
+    let flags = ["--disable-retries", "--cb-failure-threshold", "100", "--disable-health-check"];
     Serving::start(Dispatch::Parallel, &flags).await
 }
 

@@ -121,7 +121,7 @@ async fn what_an_engine_reports_is_shown_under_the_documented_names() {
 
 #[tokio::test]
 async fn an_engine_that_is_gone_leaves_rotation_before_a_request_meets_it() {
-    let flags = ["--load-monitor-interval", "1", "--worker-stall-secs", "1", "--health-check-interval-secs", "3600"];
+    let flags = ["--load-monitor-interval", "1", "--worker-stall-secs", "1", "--disable-health-check"];
     let (smg, prefill, decode) = sglang_pair(&flags).await;
     until_reported(&smg, [&prefill, &decode]).await;
     decode.stop().await;
@@ -145,7 +145,7 @@ async fn an_engine_that_is_gone_leaves_rotation_before_a_request_meets_it() {
 
 #[tokio::test]
 async fn an_engine_that_is_too_busy_to_report_stays_in_rotation() {
-    let flags = ["--load-monitor-interval", "1", "--worker-stall-secs", "0", "--health-check-interval-secs", "3600"];
+    let flags = ["--load-monitor-interval", "1", "--worker-stall-secs", "0", "--disable-health-check"];
     let (smg, prefill, decode) = sglang_pair(&flags).await;
     until_reported(&smg, [&prefill, &decode]).await;
     decode.set_fault(Fault::path("/v1/loads").status(503, "{}"));

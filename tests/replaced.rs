@@ -8,9 +8,8 @@ use serde_json::{Value, json};
 use support::*;
 
 const CHAT: &str = "/v1/chat/completions";
-/// Active probes come too late to help.
-const NO_PROBES: [&str; 5] =
-    ["--health-check-interval-secs", "3600", "--load-monitor-interval", "3600", "--disable-retries"];
+/// No active probe helps.
+const NO_PROBES: [&str; 4] = ["--disable-health-check", "--load-monitor-interval", "3600", "--disable-retries"];
 /// Only active probes look.
 const PROBES: [&str; 5] = ["--health-check-interval-secs", "1", "--load-monitor-interval", "3600", "--disable-retries"];
 

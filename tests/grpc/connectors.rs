@@ -87,26 +87,29 @@ fn is_in_the_older_form(pair: &Pair) {
 
 #[tokio::test]
 async fn a_prefill_that_came_back_is_asked_for_its_engine_id_before_requests_reach_it() {
-    let flags =
+    let probes =
         ["--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"];
-    let prefill = mooncake(Role::Prefill).start().await.unwrap();
-    let decode = mooncake(Role::Decode).start().await.unwrap();
-    let pair = Pair::behind(Smg::launch(&flags).await, prefill, decode).await;
-    assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
-    let before = pair.prefill.engine_id();
-    pair.prefill.stop().await;
-    eventually("it is out of rotation", || async {
-        (pair.smg.post(CHAT, &chat()).await.status() == StatusCode::SERVICE_UNAVAILABLE).then_some(())
-    })
-    .await;
-    pair.decode.clear_requests();
-    pair.prefill.restart().await.unwrap();
-    assert_ne!(pair.prefill.engine_id(), before);
-    eventually("it is back", || async {
-        (pair.smg.post(CHAT, &chat()).await.status() == StatusCode::OK).then_some(())
-    })
-    .await;
-    for call in pair.decode.calls() {
-        assert_eq!(handoff(&call).unwrap()["remote_engine_id"], pair.prefill.engine_id(), "never the old one");
+    // The control plane asks with its probes, and the gateway before it takes a worker back: each is enough.
+    for flags in [&probes[..], &["--disable-health-check"]] {
+        let prefill = mooncake(Role::Prefill).start().await.unwrap();
+        let decode = mooncake(Role::Decode).start().await.unwrap();
+        let pair = Pair::behind(Smg::launch(flags).await, prefill, decode).await;
+        assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+        let before = pair.prefill.engine_id();
+        pair.prefill.stop().await;
+        eventually("it is out of rotation", || async {
+            (pair.smg.post(CHAT, &chat()).await.status() == StatusCode::SERVICE_UNAVAILABLE).then_some(())
+        })
+        .await;
+        pair.decode.clear_requests();
+        pair.prefill.restart().await.unwrap();
+        assert_ne!(pair.prefill.engine_id(), before);
+        eventually("it is back", || async {
+            (pair.smg.post(CHAT, &chat()).await.status() == StatusCode::OK).then_some(())
+        })
+        .await;
+        for call in pair.decode.calls() {
+            assert_eq!(handoff(&call).unwrap()["remote_engine_id"], pair.prefill.engine_id(), "never the old one");
+        }
     }
 }

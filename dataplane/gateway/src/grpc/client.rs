@@ -33,6 +33,8 @@ pub struct EngineIdentity {
     pub model_path: String,
     /// How vLLM moves KV.
     pub kv_connector: String,
+    /// What this process of vLLM is called by those that fetch KV from it.
+    pub kv_engine_id: String,
 }
 
 /// The client of one engine.
@@ -87,6 +89,7 @@ impl Client {
                     served_model_name: model.served_model_name,
                     model_path: model.model_path,
                     kv_connector: String::new(),
+                    kv_engine_id: String::new(),
                 }
             }
             Self::Vllm(mut client) => {
@@ -96,6 +99,7 @@ impl Client {
                     served_model_name: model.served_model_name,
                     model_path: model.model_path,
                     kv_connector: server.kv_connector,
+                    kv_engine_id: server.kv_engine_id,
                 }
             }
             Self::Tokenspeed(mut client) => {
@@ -104,6 +108,7 @@ impl Client {
                     served_model_name: model.served_model_name,
                     model_path: model.model_path,
                     kv_connector: String::new(),
+                    kv_engine_id: String::new(),
                 }
             }
         })

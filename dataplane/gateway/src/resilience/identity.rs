@@ -7,8 +7,8 @@
 //! * an engine that contradicts what the fleet knows of it gets nothing. The control plane asks it too, with its next probe, and then the
 //!   fleet knows what it is now; so the comparison is with the newest that this gateway has;
 //! * an engine that is well and says nothing about itself comes back as what it was;
-//! * a Mooncake prefill whose KV engine id was learned from its bootstrap server is asked there too: under the id of the process that died
-//!   every decode engine would wait for minutes.
+//! * a prefill whose KV engine id was learned, from its bootstrap server or over gRPC, is asked for it too: under the id of the process that
+//!   died every decode engine would wait for minutes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,7 +61,9 @@ async fn over_http(core: &Core, known: &Worker) -> Result<(), String> {
 /// Another runtime shows before this: no engine answers another's health check.
 async fn over_grpc(core: &Core, worker: &RoutedWorker, known: &Worker) -> Result<(), String> {
     let (Some(client), Some(facts)) = (core.client_as(worker, known.runtime()), &known.facts) else { return Ok(()) };
-    let Ok(Ok(said)) = tokio::time::timeout(PATIENCE, client.identity()).await else { return Ok(()) };
+    let Ok(Ok(said)) = tokio::time::timeout(PATIENCE, client.identity()).await else {
+        return if known.learned_engine_id().is_none() { Ok(()) } else { Err("it does not say what it is".to_owned()) };
+    };
     let labelled = ["served_model_name", "model_path"].iter().filter_map(|name| facts.labels.get(*name));
     let known: Vec<&str> =
         facts.models.iter().map(|card| card.id.as_str()).chain(labelled.map(String::as_str)).collect();
@@ -74,10 +76,14 @@ async fn over_grpc(core: &Core, worker: &RoutedWorker, known: &Worker) -> Result
     }
     match &facts.kv_connector {
         Some(before) if !said.kv_connector.is_empty() && *before != said.kv_connector => {
-            Err(format!("its KV connector is '{}' now and not '{before}'", said.kv_connector))
+            return Err(format!("its KV connector is '{}' now and not '{before}'", said.kv_connector));
         }
-        _ => Ok(()),
+        _ => {}
     }
+    if facts.kv_engine_id.is_some() && !said.kv_engine_id.is_empty() {
+        worker.learn_engine_id(&said.kv_engine_id);
+    }
+    Ok(())
 }
 
 /// Learns what the engine calls itself by now, where that decides whether its KV is found. False when it does not say, though it did before.

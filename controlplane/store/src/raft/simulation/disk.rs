@@ -45,9 +45,22 @@ fn apply(bytes: &mut Vec<u8>, op: &Op) {
     }
 }
 
+/// What a crash takes of the operations that were not synced.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::raft) enum Loss {
+    /// All of them.
+    Everything,
+    /// None of them.
+    Nothing,
+    /// Any of them.
+    Some,
+    /// Any of them, and of large writes all but the first sectors.
+    Torn,
+}
+
 /// One disk. It outlives the processes that use it.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Disk(Arc<Mutex<Content>>);
+pub(in crate::raft) struct Disk(Arc<Mutex<Content>>);
 
 impl Disk {
     /// A handle for a process.
@@ -80,18 +93,18 @@ impl Disk {
     }
 
     /// The process dies: of what was not synced anything may be lost.
-    pub fn crash(&self, random: &mut Random) {
+    pub fn crash(&self, loss: Loss, random: &mut Random) {
         let mut content = self.0.lock();
         let content = &mut *content;
-        let kind = random.below(4);
         for op in std::mem::take(&mut content.pending) {
-            let kept = match kind {
-                0 => false,
-                1 => true,
-                _ => random.chance(50),
+            let kept = match loss {
+                Loss::Everything => false,
+                Loss::Nothing => true,
+                Loss::Some | Loss::Torn => random.chance(50),
             };
+            let torn = kept && matches!(loss, Loss::Torn);
             match op {
-                Op::Write(offset, mut data) if kept && kind == 3 && data.len() > SECTOR && random.chance(30) => {
+                Op::Write(offset, mut data) if torn && data.len() > SECTOR && random.chance(30) => {
                     data.truncate(SECTOR * (1 + random.below(data.len() / SECTOR)));
                     apply(&mut content.durable, &Op::Write(offset, data));
                 }
@@ -107,7 +120,7 @@ impl Disk {
 
 /// What a process has of a disk.
 #[derive(Debug)]
-pub(super) struct Handle {
+pub(in crate::raft) struct Handle {
     disk: Disk,
     life: u64,
 }

@@ -28,11 +28,11 @@ use tokio::sync::mpsc;
 
 mod checks;
 mod clients;
-mod disk;
+pub(super) mod disk;
 mod faults;
 mod member;
 mod network;
-mod random;
+pub(super) mod random;
 mod runs;
 mod runtime;
 mod world;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 #[derive(Debug, Clone)]
-pub(super) struct Random(u64);
+pub(in crate::raft) struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {

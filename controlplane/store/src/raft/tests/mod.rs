@@ -12,6 +12,7 @@ use crate::suite::{create, envelope};
 mod cluster;
 mod conformance;
 mod crash;
+mod crash_matrix;
 mod damage;
 mod limits;
 mod model;

@@ -7,7 +7,9 @@
 //! * [`url`]: worker addresses, normalised so that one engine is one worker;
 //! * [`pairing`]: which prefill can hand its KV cache to which decode;
 //! * [`matrix`]: the same, as operators ask it;
-//! * [`policy`]: policy documents and the settings that result from them;
+//! * [`overrides`]: what a registration overrides of the settings;
+//! * [`policy`]: policy documents;
+//! * [`settings`]: what holds for a model by them;
 //! * [`protection`]: what documents say about overload and admission;
 //! * [`tuning`]: what documents say about how policies decide;
 //! * [`access`]: admin tokens, their roles, and how a secret is judged;
@@ -27,9 +29,11 @@ pub mod listing;
 pub mod matrix;
 pub mod mooncake;
 mod object;
+pub mod overrides;
 pub mod pairing;
 pub mod policy;
 pub mod protection;
+pub mod settings;
 pub mod snapshot;
 pub mod tuning;
 pub mod url;
@@ -39,7 +43,8 @@ pub mod worker;
 
 pub use access::{AdminToken, Role, Secret, StartupToken, TokenHash};
 pub use cluster::ClusterSettings;
-pub use policy::{PolicyDocument, PolicyRecord, Settings};
+pub use policy::{PolicyDocument, PolicyRecord};
+pub use settings::Settings;
 pub use snapshot::{Delta, Snapshot};
 pub use url::WorkerUrl;
 pub use worker::{

@@ -12,7 +12,8 @@ use thiserror::Error;
 use uuid::Uuid;
 
 use crate::access::AdminToken;
-use crate::policy::{PolicyRecord, Settings};
+use crate::policy::PolicyRecord;
+use crate::settings::Settings;
 use crate::worker::{Worker, WorkerId};
 use crate::{Revision, wire};
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use smg_fleet::info::runs_undeclared_passthrough;
-use smg_fleet::policy::Probe;
+use smg_fleet::settings::Probe;
 use smg_fleet::{
     Facts, Health, Job, JobKind, JobStatus, Origin, Revision, Runtime, Settings, Worker, WorkerId, WorkerSpec,
     WorkerUrl,

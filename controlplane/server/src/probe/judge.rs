@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use smg_fleet::policy::Probe;
+use smg_fleet::settings::Probe;
 use smg_fleet::{Health, WorkerId};
 
 /// The streak of one worker.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use smg_fleet::listing::{self, Contradiction};
-use smg_fleet::policy::Probe;
+use smg_fleet::settings::Probe;
 use smg_fleet::{Facts, Health, Intent, Runtime, Secret, Settings, Wire, Worker, WorkerId, WorkerType};
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;

@@ -14,7 +14,7 @@
 //! * every admitted request ends in exactly one [`Verdict`]; a cancelled one counts as neither success nor failure;
 //! * an outcome of a request admitted before the breaker opened does not close it.
 
-use smg_fleet::policy::Breaker as Settings;
+use smg_fleet::settings::Breaker as Settings;
 
 /// How a request ended for the worker that ran it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,7 +11,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use smg_fleet::policy::Retry;
+use smg_fleet::settings::Retry;
 
 /// What was earned and not used is worth nothing after about this time.
 const WINDOW_MS: u64 = 10_000;

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use smg_fleet::policy::Retry;
+use smg_fleet::settings::Retry;
 use smg_fleet::worker::ResilienceOverride;
 use smg_net::backoff::Backoff;
 

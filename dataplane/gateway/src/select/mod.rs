@@ -8,81 +8,23 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 use smg_engines::Legs;
-use smg_fleet::policy::PolicyName;
 use smg_fleet::{Wire, WorkerId};
 use smg_policies::{Candidate, Leg};
-use thiserror::Error;
 
 use crate::decision::{Exclusion, Picked};
-use crate::fleet::table::{Mismatch, ModelPool};
+use crate::fleet::table::ModelPool;
 use crate::fleet::worker::{InFlight, RoutedWorker, Standing};
 use crate::hints::Hints;
 
-/// Why no worker was selected.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum SelectError {
-    /// A leg has no workers at all.
-    #[error("No available servers: No {0} workers available. Please check if {0} servers are configured and healthy.")]
-    Empty(&'static str),
-    /// A leg has workers, and none of them is available.
-    #[error("No available servers: No available {0} workers (all circuits open or unhealthy)")]
-    Unavailable(&'static str),
-    /// Nobody can answer without a second leg.
-    #[error("No prefill servers available")]
-    NoPrefillServers,
-    /// Workers are available, but none of a prefill's partners is.
-    #[error("No available servers: No available decode workers that can pair with an available prefill worker")]
-    NoPartner,
-    /// A policy would have none of the available workers: a client's strict wish, or a cap that all have reached.
-    #[error("No available servers: Policy {policy} failed to select a {leg} worker")]
-    Declined {
-        /// The policy.
-        policy: PolicyName,
-        /// The leg it chose for.
-        leg: &'static str,
-    },
-    /// Every prefill worker that could serve runs as many prefill phases as it may.
-    #[error("Every prefill worker is at its limit of requests")]
-    PrefillFull,
-    /// Every worker that could serve is overloaded, and requests are refused then.
-    #[error("All workers for model '{model}' are overloaded")]
-    Overloaded {
-        /// Which model.
-        model: Arc<str>,
-        /// Seconds after which engines will have reported again.
-        retry_after_secs: u32,
-    },
-    /// No prefill shares a KV transfer protocol with any decode.
-    #[error("No prefill/decode pair{} shares a KV transfer protocol (mismatch on {:?}; prefill: {:?}, decode: {:?})", .0.of_model(), .0.components, .0.prefill_keys, .0.decode_keys)]
-    Incompatible(Mismatch),
-    /// The model's workers speak gRPC, and one leg has none.
-    #[error(
-        "No {leg} worker is registered for model '{model}' at the moment (its other leg is): the pair is incomplete"
-    )]
-    Incomplete {
-        /// The leg without workers.
-        leg: &'static str,
-        /// Which model.
-        model: Arc<str>,
-    },
-    /// The model's workers speak gRPC, and those that there are cannot serve now.
-    #[error("All workers for model '{0}' are unavailable (unhealthy or circuit breaker open)")]
-    AllUnavailable(Arc<str>),
-}
+mod error;
+mod tried;
+mod usable;
 
-impl SelectError {
-    /// The same in the words documented for models whose workers speak gRPC.
-    #[must_use]
-    pub fn over_grpc(self, model: &Arc<str>) -> Self {
-        let model = Arc::clone(model);
-        match self {
-            Self::Empty(leg) => Self::Incomplete { leg, model },
-            Self::Unavailable(_) | Self::NoPartner => Self::AllUnavailable(model),
-            Self::Incompatible(mismatch) => Self::Incompatible(Mismatch { model: Some(model), ..mismatch }),
-            other => other,
-        }
-    }
-}
+pub use error::SelectError;
+use error::why_nothing;
+use tried::Avoid;
+pub use tried::Tried;
+use usable::{Indices, Usable};
 
 /// The workers of one attempt, claimed.
 #[derive(Debug)]
@@ -114,74 +56,6 @@ impl Selection {
         }
     }
 }
-
-/// What earlier attempts of the same request tried.
-#[derive(Debug, Default)]
-pub struct Tried {
-    failed: SmallVec<[WorkerId; 4]>,
-    pairs: SmallVec<[(WorkerId, WorkerId); 4]>,
-    ruled_out: SmallVec<[(WorkerId, WorkerId); 4]>,
-}
-
-impl Tried {
-    /// Notes an attempt. `failed` is the worker that failed it, if one did.
-    pub fn note(&mut self, prefill: WorkerId, decode: WorkerId, failed: Option<WorkerId>) {
-        self.pairs.push((prefill, decode));
-        self.failed.extend(failed);
-    }
-
-    /// No further attempt may use this pair: it would fail in the same way.
-    pub fn rule_out(&mut self, prefill: WorkerId, decode: WorkerId) {
-        self.ruled_out.push((prefill, decode));
-    }
-
-    /// The workers that were passed over for `selection` because they failed an earlier attempt.
-    pub fn passed_over(&self, pool: &ModelPool, selection: &Selection) -> Vec<Exclusion> {
-        if self.failed.is_empty() {
-            return Vec::new();
-        }
-        let chosen = selection.ids();
-        let prefills = pool.prefills.iter().map(|entry| &entry.worker);
-        let workers = prefills.chain(&pool.decodes).chain(&pool.regulars);
-        let failed = workers.filter(|worker| self.failed.contains(&worker.id()) && !chosen.contains(&worker.id()));
-        let exclusion = |worker: &Arc<RoutedWorker>| Exclusion {
-            worker: worker.url.as_str().to_owned(),
-            reason: "failed an earlier attempt of this request",
-        };
-        failed.map(exclusion).collect()
-    }
-
-    fn is_empty(&self) -> bool {
-        self.pairs.is_empty() && self.ruled_out.is_empty()
-    }
-}
-
-/// How strictly an attempt avoids what was tried. Tried in this order until something is left.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Avoid {
-    FailedWorkers,
-    TriedPairs,
-    Nothing,
-}
-
-impl Avoid {
-    fn allows(self, tried: &Tried, prefill: &RoutedWorker, decode: &RoutedWorker) -> bool {
-        let pair = (prefill.id(), decode.id());
-        if tried.ruled_out.contains(&pair) {
-            return false;
-        }
-        let pair_is_new = || !tried.pairs.contains(&pair);
-        match self {
-            Avoid::FailedWorkers => {
-                !tried.failed.contains(&prefill.id()) && !tried.failed.contains(&decode.id()) && pair_is_new()
-            }
-            Avoid::TriedPairs => pair_is_new(),
-            Avoid::Nothing => true,
-        }
-    }
-}
-
-type Indices = SmallVec<[usize; 32]>;
 
 /// What an attempt chooses by.
 #[derive(Debug)]
@@ -275,62 +149,6 @@ pub fn select_one(
         rest.remove(picked);
     }
     Err(SelectError::NoPrefillServers)
-}
-
-/// The usable workers of a leg by how willingly they are chosen: positions, ascending.
-#[derive(Debug, Default)]
-struct Usable {
-    fine: Indices,
-    paced: Indices,
-    overloaded: Indices,
-}
-
-impl Usable {
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    fn len(&self) -> usize {
-        self.fine.len() + self.paced.len() + self.overloaded.len()
-    }
-
-    /// Those that are chosen most willingly.
-    fn best(&self) -> (Indices, Standing) {
-        if !self.fine.is_empty() {
-            (self.fine.clone(), Standing::Fine)
-        } else if !self.paced.is_empty() {
-            (self.paced.clone(), Standing::Paced)
-        } else {
-            (self.overloaded.clone(), Standing::Overloaded)
-        }
-    }
-
-    /// Passes over prefill workers that run as many prefill phases as they may. Returns whether there were any.
-    fn keep_those_with_room(&mut self, pool: &ModelPool, exclusions: &mut Vec<Exclusion>) -> bool {
-        let before = self.len();
-        for indices in [&mut self.fine, &mut self.paced, &mut self.overloaded] {
-            indices.retain(|index| {
-                let worker = &pool.prefills[*index].worker;
-                let full = worker.is_full();
-                if full {
-                    exclusions.push(Exclusion { worker: worker.url.as_str().to_owned(), reason: "prefill_full" });
-                }
-                !full
-            });
-        }
-        self.len() < before
-    }
-
-    /// All of them, or all but the overloaded ones.
-    fn up_to(&self, standing: Standing) -> Indices {
-        let mut all = self.fine.clone();
-        all.extend_from_slice(&self.paced);
-        if standing == Standing::Overloaded {
-            all.extend_from_slice(&self.overloaded);
-        }
-        all.sort_unstable();
-        all
-    }
 }
 
 impl Choice<'_> {
@@ -607,21 +425,4 @@ fn both<'a>(one: &'a [usize], other: &'a [usize]) -> impl Iterator<Item = usize>
         while other.next_if(|next| next < wanted).is_some() {}
         other.peek() == Some(wanted)
     })
-}
-
-fn why_nothing(pool: &ModelPool, no_prefill: bool) -> SelectError {
-    if pool.prefills.is_empty() && pool.decodes.is_empty() && !pool.regulars.is_empty() {
-        return SelectError::Unavailable("regular");
-    }
-    if pool.prefills.is_empty() {
-        return SelectError::Empty("prefill");
-    }
-    if pool.decodes.is_empty() {
-        return SelectError::Empty("decode");
-    }
-    match &pool.mismatch {
-        Some(mismatch) => SelectError::Incompatible(mismatch.clone()),
-        None if no_prefill => SelectError::Unavailable("prefill"),
-        None => SelectError::Unavailable("decode"),
-    }
 }

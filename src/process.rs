@@ -48,6 +48,9 @@ pub enum RunError {
     #[cfg(feature = "etcd")]
     #[error("{0}")]
     Etcd(#[from] smg_store::etcd::EtcdError),
+    /// Its logs cannot be set up.
+    #[error("logs: {0}")]
+    Logs(#[from] logs::LogError),
     /// It was removed from the cluster.
     #[error("this member was removed from the cluster for good: its data directory is of no more use")]
     Retired,
@@ -71,7 +74,8 @@ impl RunError {
             Self::Etcd(smg_store::etcd::EtcdError::Start(_)) => ExitCode::FAILURE,
             #[cfg(feature = "etcd")]
             Self::Etcd(_) => ExitCode::from(73),
-            Self::Data(_) => ExitCode::from(73),
+            Self::Logs(logs::LogError::Directory { .. }) | Self::Data(_) => ExitCode::from(73),
+            Self::Logs(_) => ExitCode::FAILURE,
             Self::StoreFailed(_) => ExitCode::from(74),
             Self::Retired => ExitCode::from(77),
         }
@@ -83,8 +87,9 @@ impl RunError {
 /// # Errors
 /// What `main` returned, or a runtime that cannot be built.
 pub fn run(args: &ProcessArgs, main: impl Future<Output = Result<(), RunError>>) -> Result<(), RunError> {
-    let options = LogOptions { level: args.log_level.as_str().to_owned(), json: args.log_json };
-    logs::init(&options).map_err(|error| RunError::start("logs", error))?;
+    let level = args.log_level.as_str().to_owned();
+    // Dropped last: what was logged to the very end is written.
+    let _logs = logs::init(&LogOptions { level, json: args.log_json, directory: args.log_dir.clone() })?;
     descriptors::raise_limit();
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.enable_all();

@@ -115,7 +115,7 @@ async fn a_nixl_prefill_that_hands_nothing_over_is_counted_and_decode_recomputes
         assert_eq!(served(&smg, COMPLETIONS, &completion()).await["choices"], expected);
         assert_eq!(failures(&smg).await, count, "{answer}");
     }
-    assert!(smg.log().contains("returned no kv_transfer_params"));
+    smg.logged(&["returned no kv_transfer_params"]).await;
     assert_eq!(mode(&smg, "nixl").await, 4.0);
 }
 
@@ -292,6 +292,7 @@ async fn a_vllm_prefill_without_a_declared_connector_is_warned_about_loudly_and_
     for _ in 0..3 {
         served(&smg, CHAT, &chat()).await;
     }
+    smg.logged(&["NO KV CONNECTOR IS DECLARED"]).await;
     let warnings = smg.log().lines().filter(|line| line.contains("NO KV CONNECTOR IS DECLARED")).count();
     assert_eq!(warnings, 1);
     let list = smg.get_json("/workers").await;

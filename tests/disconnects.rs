@@ -230,7 +230,7 @@ async fn a_handoff_that_no_decode_took_is_counted_and_named() {
     client.abort();
     smg.until_idle().await;
     assert_eq!(smg.metric("smg_pd_orphaned_handoffs_total", &[]).await, 1.0);
-    assert!(smg.log().lines().any(|line| line.contains("handoff") && line.contains("remote_request_id")));
+    smg.logged(&["handoff", "remote_request_id"]).await;
 }
 
 #[tokio::test]

@@ -199,6 +199,6 @@ async fn a_removed_worker_leaves_at_its_deadline_and_what_it_runs_is_not_cut() {
     assert_eq!(leaving.active(), 1, "it still runs its request");
     let text = finish(stream).await.expect("the running stream is not cut");
     assert!(text.ends_with("data: [DONE]\n\n") && !text.contains("\"error\""), "{text}");
-    assert!(smg.log().contains("still runs requests"));
+    smg.logged(&["still runs requests"]).await;
     smg.until_idle().await;
 }

@@ -52,6 +52,7 @@ async fn the_process_runs_and_logs_and_measures_as_it_was_told() {
         samples(&metrics, "smg_http_request_duration_seconds_bucket", &labels).into_keys().collect();
     assert_eq!(bounds.len(), 3, "{bounds:?}");
     assert!(["0.5", "7", "+Inf"].iter().all(|le| bounds.iter().any(|bound| bound.contains(&format!("le=\"{le}\"")))));
+    smg.logged(&["smg::response", CHAT]).await;
     let log = smg.log();
     assert!(log.lines().count() > 2);
     for line in log.lines() {
@@ -87,6 +88,45 @@ async fn every_request_is_one_line_as_loud_as_its_status_and_its_query_is_no_par
         "{first}"
     );
     assert!(!smg.log().contains("secret-"));
+}
+
+#[tokio::test]
+async fn a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_counted() {
+    let directory = tempfile::tempdir().unwrap();
+    let (pipe, logs) = (directory.path().join("console"), directory.path().join("new").join("logs"));
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    // Open on both sides, and never read.
+    let _console = std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec \"$0\" \"$@\" 2>\"$CONSOLE\"", env!("CARGO_BIN_EXE_smg")]);
+    let port = free_port();
+    let start = ["launch", "--pd-disaggregation", "--host", "127.0.0.1", "--port", &port.to_string()];
+    let start = [&start[..], &["--log-dir", logs.to_str().unwrap()]].concat();
+    let environment = [("RUST_LOG", "trace"), ("CONSOLE", pipe.to_str().unwrap())];
+    let smg = Smg::spawn_by(command, &start, port, &environment);
+    smg.ready("/liveness").await;
+    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
+    smg.register_pair(&prefill, &decode).await;
+    eventually_within(Duration::from_secs(60), "lines are dropped", || async {
+        smg.post(CHAT, &chat()).await;
+        (smg.metric("smg_log_dropped_lines", &[("sink", "console")]).await > 0.0).then_some(())
+    })
+    .await;
+    assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    let file = std::fs::read_dir(&logs).unwrap().next().unwrap().unwrap();
+    let name = file.file_name().into_string().unwrap();
+    assert!(name.starts_with("smg.") && name.ends_with(".log"), "{name}");
+    assert!(std::fs::read_to_string(file.path()).unwrap().contains("serving clients"));
+}
+
+#[tokio::test]
+async fn a_directory_that_takes_no_log_files_stops_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let mut smg = Smg::spawn(&["launch", "--log-dir", file.to_str().unwrap()], free_port(), &[]);
+    assert_eq!(smg.exited().await.code(), Some(73), "{}", smg.log());
+    assert!(smg.log().contains("log files cannot be written to"), "{}", smg.log());
 }
 
 #[tokio::test]
@@ -183,6 +223,6 @@ async fn the_soft_limit_of_open_files_is_raised_to_the_hard_one() {
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", smg.pid())).unwrap();
     let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
     assert_eq!(files.split_whitespace().take(2).collect::<Vec<_>>(), ["1000", "1000"]);
-    let log = smg.log();
-    assert!(log.contains("limit of open files") && log.contains("few files may be open"), "{log}");
+    smg.logged(&["limit of open files"]).await;
+    smg.logged(&["few files may be open"]).await;
 }

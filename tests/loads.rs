@@ -77,6 +77,7 @@ async fn an_engine_that_reports_no_load_is_said_so_once_and_own_requests_decide(
     let warned = |url: String| {
         smg.log().lines().filter(|line| line.contains("does not report its load") && line.contains(&url)).count()
     };
+    smg.logged(&["does not report its load", &busy.url()]).await;
     assert_eq!(warned(busy.url()), 1);
     hanging.iter().for_each(tokio::task::JoinHandle::abort);
 }
@@ -200,5 +201,5 @@ async fn an_engine_that_was_started_anew_is_asked_again_and_keeps_its_registered
     eventually("it was asked again", || async { (asked() > before).then_some(()) }).await;
     let worker = smg.get_json(&format!("/workers/{id}")).await;
     assert_eq!(worker["kv_engine_id"], "registered");
-    assert!(smg.log().contains("the engine was started anew"));
+    smg.logged(&["the engine was started anew"]).await;
 }

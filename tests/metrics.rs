@@ -59,6 +59,7 @@ const DOCUMENTED: &[(&str, &str, &[&str])] = &[
     ("smg_worker_retries_exhausted_total", "counter", &["worker_type", "endpoint"]),
     ("smg_worker_retry_backoff_seconds", "histogram", &["attempt"]),
     ("smg_tokio_workers", "gauge", &[]),
+    ("smg_log_dropped_lines", "gauge", &["sink"]),
     ("smg_tokio_alive_tasks", "gauge", &[]),
     ("smg_tokio_global_queue_depth", "gauge", &[]),
     ("smg_tokio_worker_parks_total", "counter", &[]),
@@ -96,7 +97,6 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
     ("smg_policy_inflight_reconciled_total", "loads are counted by guards and cannot drift"),
     ("smg_discovery_", "no service discovery"),
     ("smg_scheduler_", "no priority scheduler"),
-    ("smg_log_dropped_lines", "logs are written, not queued"),
     ("smg_allocator_", "the allocator is not asked"),
     ("smg_history_", "no stored conversations"),
     ("smg_kv_event_", "no events of KV caches"),
@@ -301,6 +301,7 @@ async fn every_documented_series_of_http_serving_moves_under_its_documented_name
             // It is 1 for workers that speak gRPC.
             "smg_worker_http2",
             "smg_tokio_global_queue_depth",
+            "smg_log_dropped_lines",
             "smg_tokio_event_loop_stalls_total",
             "smg_tokio_worker_busy_ratio",
             // They are shown to move where something is in flight.
@@ -543,6 +544,7 @@ async fn the_debug_log_names_both_workers_of_each_selected_pair() {
     .await;
     let ask = smg.client.post(format!("{}/v1/chat/completions", smg.url)).header("x-request-id", "logged-1");
     assert_eq!(ask.json(&chat()).send().await.unwrap().status(), StatusCode::OK);
+    smg.logged(&["logged-1", "selected pair"]).await;
     let log = smg.log();
     let line = log.lines().find(|line| line.contains("logged-1") && line.contains("selected pair")).expect(&log);
     assert!(line.contains("DEBUG") && line.contains("smg::routers"), "{line}");

@@ -149,7 +149,7 @@ async fn a_misconfigured_pair_is_refused_before_either_leg_and_the_log_says_why(
         let response = smg.post("/generate", &body).await;
         let message = refused(response, 503, "moriio_pair_misconfigured").await;
         assert!(!message.contains("10.0.0.9") && !message.contains("label"), "{model}: {message}");
-        assert!(smg.log().contains(reason), "{model}: {reason}");
+        smg.logged(&[reason]).await;
         assert_eq!(prefill.generation_count() + decode.generation_count(), 0);
         assert_eq!(transfer_failures(&smg).await, (number + 1) as f64, "{model}: the pair is tried once");
     }

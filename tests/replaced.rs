@@ -50,7 +50,7 @@ async fn a_gateway_takes_a_worker_back_only_as_the_engine_it_was() {
             .await;
         assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::SERVICE_UNAVAILABLE, "{engine:?} {model}");
         assert_eq!(other.generation_count(), 0, "{engine:?} {model}");
-        assert!(smg.log().contains("what answers is not what the fleet knows"), "{}", smg.log());
+        smg.logged(&["what answers is not what the fleet knows"]).await;
         other.stop().await;
         decode.start_again().await.unwrap();
         eventually("the engine that was registered is taken back", || async {
@@ -94,7 +94,7 @@ async fn an_engine_that_contradicts_its_registration_leaves_rotation_until_the_r
         assert_ne!(worker(&smg, &id).await["status"], "ready", "{engine:?} {model}");
         assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(other.generation_count(), 0, "{engine:?} {model}");
-        assert!(smg.log().contains("another engine answers than the one that was registered"));
+        smg.logged(&["another engine answers than the one that was registered"]).await;
         other.stop().await;
         decode.start_again().await.unwrap();
         eventually("the right one is back", || async {

@@ -222,6 +222,7 @@ async fn a_collector_that_is_away_costs_spans_and_no_request() {
         (dropped >= 100.0).then_some(())
     })
     .await;
+    smg.logged(&["traces cannot be exported"]).await;
     assert_eq!(smg.log().matches("traces cannot be exported").count(), 1);
 }
 

@@ -155,7 +155,6 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group { feature: "a second name for a model", flags: &[one(&["model-alias"])] },
-    Group { feature: "writing logs to files", flags: &[one(&["log-dir"])] },
     Group { feature: "heap profiling", flags: &[one(&["jemalloc-prof-dir"])] },
     Group { feature: "a separate listener for probes", flags: &[one(&["health-check-port"])] },
     Group { feature: "HTTP/2 towards engines", flags: &[switch(&["upstream-http2"])] },

@@ -1,6 +1,7 @@
 //! Flags of one process, whatever it runs: metrics, logs, threads, shutdown.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
@@ -52,6 +53,9 @@ pub struct ProcessArgs {
     /// Least severity that is logged; RUST_LOG wins over it
     #[arg(long, value_enum, default_value = "info")]
     pub log_level: LogLevel,
+    /// Write logs to files in this directory too, one a day for 14 days; made when it is missing
+    #[arg(long, value_name = "PATH")]
+    pub log_dir: Option<PathBuf>,
     /// Write logs as JSON lines
     #[arg(long)]
     pub log_json: bool,

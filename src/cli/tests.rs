@@ -263,7 +263,6 @@ fn absent_flags_are_refused_unless_they_switch_their_feature_off() {
     for (line, flag) in [
         ("smg --jwt-issuer https://issuer", "--jwt-issuer"),
         ("smg --enable-mesh", "--enable-mesh"),
-        ("smg --log-dir /var/log/smg", "--log-dir"),
         ("smg --remove-unhealthy-workers", "--remove-unhealthy-workers"),
         ("smg --worker-auto-recovery=true", "--remove-unhealthy-workers"),
         ("smg --encode http://a:1 8995", "--encode"),

@@ -412,6 +412,13 @@ pub const TABLES: &[Table] = &[
                 "prometheus-duration-buckets, log-json, runtime-worker-threads",
                 By(&[("tests/flags.rs", "the_process_runs_and_logs_and_measures_as_it_was_told")]),
             ),
+            (
+                "log-dir",
+                By(&[(
+                    "tests/flags.rs",
+                    "a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_counted",
+                )]),
+            ),
             ("log-level", By(&[("tests/access.rs", "a_workers_key_is_sent_to_that_worker_and_shown_nowhere")])),
             (
                 "enable-trace, otlp-traces-endpoint",

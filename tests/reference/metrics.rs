@@ -130,6 +130,13 @@ pub const TABLES: &[Table] = &[
                 By(&[("tests/overload.rs", "a_leg_that_met_a_closed_connection_is_sent_again_once")]),
             ),
             (
+                "smg_log_dropped_lines",
+                By(&[(
+                    "tests/flags.rs",
+                    "a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_counted",
+                )]),
+            ),
+            (
                 "smg_tokio_workers, smg_tokio_alive_tasks, smg_tokio_global_queue_depth, smg_tokio_worker_parks_total, smg_tokio_worker_busy_ratio, smg_tokio_event_loop_delay_seconds, smg_tokio_event_loop_stalls_total",
                 By(&[(
                     "tests/metrics.rs",

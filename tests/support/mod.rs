@@ -169,6 +169,14 @@ impl Smg {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Waits until it has logged a line that has all of these words in it. A request's answer may come before its lines.
+    pub async fn logged(&self, words: &[&str]) {
+        eventually(&format!("a line with {words:?} is logged"), || async {
+            self.log().lines().any(|line| words.iter().all(|word| line.contains(word))).then_some(())
+        })
+        .await;
+    }
+
     /// The process id.
     pub fn pid(&self) -> u32 {
         self.child.id()

@@ -35,7 +35,7 @@ pub async fn save(args: &ClusterArgs, file: &Path, show: Show) -> Result<(), Fai
     name.push(".part");
     let part = Path::new(&name);
     if file.exists() {
-        return Err(Failure::Undone(format!("{}: there is a file already", file.display())));
+        return Err(Failure::Exists(format!("{}: there is a file already", file.display())));
     }
     let session = Session::new(&args.target, show)?;
     let mut body = session.open(&Question::get("/fleet/backup")).await?;
@@ -72,22 +72,25 @@ pub fn restore(
     without_keys: bool,
     show: Show,
 ) -> Result<(), Failure> {
-    let bytes = fs::read(file).map_err(failed(file))?;
+    let bytes = fs::read(file).map_err(|error| Failure::Input(format!("{}: {error}", file.display())))?;
     let key = key_file.map(passphrase).transpose().map_err(Failure::Input)?;
     let unusable = |error: backup::BackupError| Failure::Input(format!("{}: {error}", file.display()));
     let (state, summary) = backup::read(&bytes, key.as_ref()).map_err(unusable)?;
     let reason = match summary.keys {
-        "sealed" if key.is_none() => Some("are sealed: give --backup-key-file"),
-        "left_out" => Some("are not in the backup"),
+        "sealed" if key.is_none() => Some("are sealed: give --backup-key-file, or restore --without-keys"),
+        "left_out" => Some("are not in the backup: restore --without-keys"),
         _ => None,
     };
     if let Some(reason) = reason.filter(|_| !without_keys) {
         let count = summary.workers_with_keys;
-        let text = format!("the keys of {count} workers {reason}, or restore --without-keys and set them again");
+        let text = format!("the keys of {count} worker(s) {reason} and set them again with `smg workers patch`");
         return Err(Failure::Input(text));
     }
     let restored = raft::restore(&data_dir.join(STATE_DIRECTORY), state);
-    let (member, history_id) = restored.map_err(|error| Failure::Undone(error.to_string()))?;
+    let (member, history_id) = restored.map_err(|error| match error {
+        raft::OpenError::Taken(_) => Failure::Exists(error.to_string()),
+        _ => Failure::Undone(error.to_string()),
+    })?;
     let answer = json!({
         "cluster_id": member.cluster_id,
         "history_id": history_id,

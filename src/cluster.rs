@@ -30,7 +30,14 @@ pub fn run(args: &ClusterArgs) -> Result<(), Failure> {
         let question = question(&args.verb);
         match &args.verb {
             ClusterVerb::Status { watch: true, .. } => again(&session, &question, |answer| status(show, answer)).await,
-            ClusterVerb::Status { .. } => status(show, &session.read(&question).await?),
+            ClusterVerb::Status { stale, .. } => {
+                let answer = session.read(&question).await?;
+                status(show, &answer)?;
+                if !*stale && knows_no_leader(&answer) {
+                    return Err(Failure::NoLeader(cell(&answer["seen_by"])));
+                }
+                Ok(())
+            }
             verb => {
                 let answer = session.read(&question).await?;
                 if is_rehearsal(verb) {
@@ -84,10 +91,20 @@ fn status(show: Show, status: &Value) -> Result<(), Failure> {
     show.list(status, "members", table::MEMBERS)
 }
 
+/// Whether the member that answered hears of no leader: then it shows what it last knew.
+fn knows_no_leader(status: &Value) -> bool {
+    status["in_contact"] == false
+}
+
 /// The cluster in one line.
 fn summary(status: &Value) -> String {
+    let doubt = if knows_no_leader(status) {
+        format!("NO LEADER: as member {} last knew it\n", cell(&status["seen_by"]))
+    } else {
+        String::new()
+    };
     format!(
-        "cluster {} ({})  leader {}  term {}  committed {}  revision {}\n",
+        "{doubt}cluster {} ({})  leader {}  term {}  committed {}  revision {}\n",
         cell(&status["cluster_id"]),
         cell(&status["name"]),
         cell(&status["leader"]),
@@ -107,6 +124,10 @@ mod tests {
             "cluster_id": "c", "name": null, "leader": 1, "term": 3, "committed_index": 70, "revision": 12,
         });
         assert_eq!(summary(&status), "cluster c (-)  leader 1  term 3  committed 70  revision 12\n");
+        let mut lonely = status;
+        lonely["in_contact"] = json!(false);
+        lonely["seen_by"] = json!(2);
+        assert!(summary(&lonely).starts_with("NO LEADER: as member 2 last knew it\ncluster c"));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use smg_controlplane::admin::access::AccessOptions;
 use smg_controlplane::{ControlPlane, ControlPlaneOptions};
 use smg_net::mutual::guard::Guard;
 use smg_net::mutual::identity::Part;
@@ -36,7 +37,9 @@ pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
     let metrics_address = process::serve_metrics(metrics_address, Arc::clone(&metrics))?;
     let part = |directory: &PathBuf| certificates::of_part(directory, Part::ControlPlane, &metrics);
     let tls = args.tls_dir.as_ref().map(part).transpose()?;
-    let place = Place { args: &args, tls, metrics, metrics_address };
+    // What is wrong with these files is said before this member is one.
+    let access = process::access(&args.tokens, None)?;
+    let place = Place { args: &args, tls, access, metrics, metrics_address };
     match &args.store {
         StoreArgs::Raft { data_dir } => place.run_raft(data_dir, &mut signals).await,
         #[cfg(feature = "etcd")]
@@ -50,6 +53,7 @@ pub async fn run(args: ControlPlaneArgs) -> Result<(), RunError> {
 struct Place<'a> {
     args: &'a ControlPlaneArgs,
     tls: Option<Arc<MutualTls>>,
+    access: AccessOptions,
     metrics: Arc<smg_telemetry::Metrics>,
     metrics_address: SocketAddr,
 }
@@ -160,7 +164,7 @@ impl Place<'_> {
         signals: &mut Signals,
     ) -> Result<(), RunError> {
         let options = self.listener(Callers::Anybody, "control_plane");
-        let Self { args, tls, metrics, metrics_address } = self;
+        let Self { args, tls, access, metrics, metrics_address } = self;
         let mut failure = store.failure();
         let mut end = async |signals: &mut Signals| {
             tokio::select! {
@@ -179,7 +183,7 @@ impl Place<'_> {
             return conclude(ended);
         }
         let control_plane = ControlPlane::start(ControlPlaneOptions {
-            access: process::access(&args.tokens, None)?,
+            access,
             worker_tls: Some(process::worker_tls(&args.worker_tls)?),
             ..ControlPlaneOptions::new(Arc::clone(&store), metrics)
         });

@@ -21,7 +21,7 @@ use smg_net::tls::{ClientFiles, WorkerConnector, worker_connector};
 use thiserror::Error;
 use uuid::Uuid;
 
-use crate::admin::contexts;
+use crate::admin::contexts::{self, ContextError};
 use crate::cli::TargetArgs;
 
 /// For one answer: longer than the control plane waits for a change of its members.
@@ -36,6 +36,9 @@ pub enum AskError {
     /// What the command line names cannot be used.
     #[error("{0}")]
     Setup(String),
+    /// The configuration file cannot be used.
+    #[error(transparent)]
+    Context(#[from] ContextError),
     /// None of the members answers; nothing was done.
     #[error("the control plane cannot be reached: {0}")]
     Unreachable(String),
@@ -124,7 +127,7 @@ impl Operator {
     /// When a file cannot be used.
     pub fn new(target: &TargetArgs) -> Result<Self, AskError> {
         let setup = |error: &dyn std::fmt::Display| AskError::Setup(error.to_string());
-        let target = &contexts::complete(target).map_err(|error| setup(&error))?;
+        let target = &contexts::complete(target)?;
         let connector = || {
             let mut connector = HttpConnector::new();
             connector.set_connect_timeout(Some(CONNECT_TIMEOUT));

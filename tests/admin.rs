@@ -200,7 +200,14 @@ async fn tokens_guard_what_they_should_and_a_context_holds_one() {
     assert_eq!(operator.bare(&["tokens", "revoke", "bob"]).output().await.unwrap().status.code(), Some(66));
     assert_eq!(operator.bare(&["tokens", "revoke", "ada"]).output().await.unwrap().status.code(), Some(79));
     assert!(text(&operator.bare(&["audit"]).output().await.unwrap()).contains("token:ada"));
-    assert_eq!(operator.bare(&["context", "use", "there"]).output().await.unwrap().status.code(), Some(78));
+    for (nothing, code) in [
+        (&["context", "use", "there"][..], 78),
+        (&["workers", "list", "--context", "there"], 78),
+        (&["workers", "list", "--token-file", "/nowhere/token"], 65),
+        (&["cluster", "restore", "/nowhere/backup", "--data-dir", "/nowhere/else"], 65),
+    ] {
+        assert_eq!(operator.bare(nothing).output().await.unwrap().status.code(), Some(code), "{nothing:?}");
+    }
     for shell in ["bash", "zsh", "fish"] {
         assert!(text(&operator.bare(&["completions", shell]).output().await.unwrap()).contains("policies"), "{shell}");
     }
@@ -357,7 +364,7 @@ async fn a_backup_under_load_becomes_a_new_control_plane_that_gateways_follow() 
     assert_eq!((&backup["keys"], &backup["workers"]), (&json!("sealed"), &json!(2)));
     let bytes = std::fs::read(at("backup")).unwrap();
     assert!(!bytes.windows(14).any(|window| window == b"hush-hush-hush"));
-    assert_eq!(operator.refused(&["cluster", "backup", &path("backup")]).await.0, 1, "it overwrites nothing");
+    assert_eq!(operator.refused(&["cluster", "backup", &path("backup")]).await.0, 79, "it overwrites nothing");
 
     plane.kill();
     let restore = ["cluster", "restore", &path("backup"), "--data-dir", &path("new")].map(str::to_owned);
@@ -374,7 +381,7 @@ async fn a_backup_under_load_becomes_a_new_control_plane_that_gateways_follow() 
     assert_eq!(restored["restored_revision"], revision);
     assert_ne!(restored["history_id"], old_history);
     let again = operator.bare(&[&restore[..], &flags[..]].concat()).output().await.unwrap();
-    assert_eq!(again.status.code(), Some(1), "there is data already");
+    assert_eq!(again.status.code(), Some(79), "there is data already");
 
     let plane = Smg::controlplane(&at("new"), port, &flags).await;
     let cluster = plane.get_json("/fleet/cluster").await;

@@ -195,6 +195,27 @@ async fn serving_goes_on_without_the_control_plane_and_changes_wait_for_it() {
 }
 
 #[tokio::test]
+async fn a_gateway_does_not_listen_to_another_cluster_at_an_address_of_its_own() {
+    let (directory, empty) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let port = free_port();
+    let mut control_plane = Smg::controlplane(directory.path(), port, &[]).await;
+    let gateway = gateway(&format!("127.0.0.1:{port}"), "faithful", None).await;
+    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
+    control_plane.register_pair(&prefill, &decode).await;
+    until_synced(&control_plane, &["faithful"]).await;
+    assert_serves(&gateway).await;
+    // Its disk is lost, and it is started as it was the first time.
+    control_plane.kill();
+    let mut founded = Smg::controlplane(empty.path(), port, &[]).await;
+    gateway.logged(&["ERROR", "is of another cluster"]).await;
+    assert_serves(&gateway).await;
+    founded.kill();
+    let control_plane = Smg::controlplane(directory.path(), port, &[]).await;
+    until_synced(&control_plane, &["faithful"]).await;
+    assert_serves(&gateway).await;
+}
+
+#[tokio::test]
 async fn workers_of_the_start_command_follow_it_and_those_of_the_api_stay() {
     let directory = tempfile::tempdir().unwrap();
     let (prefill, first, second) =

@@ -311,6 +311,20 @@ async fn a_key_that_no_request_could_carry_is_refused() {
 }
 
 #[tokio::test]
+async fn a_prefill_without_its_bootstrap_port_is_warned_about() {
+    let (with, without) = (sglang(Role::Prefill).await, sglang(Role::Prefill).await);
+    let smg = Smg::launch(&[]).await;
+    smg.register(&spec(&with, "prefill")).await;
+    let mut bare = spec(&without, "prefill");
+    bare.as_object_mut().unwrap().remove("bootstrap_port");
+    smg.register(&bare).await;
+    smg.logged(&["WARN", "NO BOOTSTRAP PORT IS REGISTERED", &without.url()]).await;
+    assert!(!smg.log().lines().any(|line| line.contains("NO BOOTSTRAP PORT") && line.contains(&with.url())));
+    assert!(shown(&smg, &without.url()).await["warning"].as_str().unwrap().contains("bootstrap_port"));
+    assert!(shown(&smg, &with.url()).await.get("warning").is_none());
+}
+
+#[tokio::test]
 async fn a_gateway_of_the_same_fleet_is_no_worker_and_another_fleets_is_one() {
     let (smg, other) = (Smg::launch(&QUICK).await, Smg::launch(&QUICK).await);
     let engine = sglang(Role::Regular).await;

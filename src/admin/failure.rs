@@ -67,6 +67,12 @@ pub enum Failure {
     /// The configuration file cannot be used.
     #[error(transparent)]
     Context(#[from] ContextError),
+    /// The control plane has no leader, as far as the member that answered hears.
+    #[error("member {0} hears of no leader: what is shown is what it last knew")]
+    NoLeader(String),
+    /// There is a file already, where one was to be written.
+    #[error("{0}")]
+    Exists(String),
     /// The result could not be written.
     #[error("writing the result: {0}")]
     Output(#[from] io::Error),
@@ -101,7 +107,11 @@ impl Failure {
     /// The exit code.
     pub fn exit_code(&self) -> ExitCode {
         let code = match self {
-            Self::Ask(AskError::Unreachable(_)) => EXIT_UNREACHABLE,
+            Self::Ask(AskError::Unreachable(_)) | Self::NoLeader(_) => EXIT_UNREACHABLE,
+            Self::Ask(AskError::Context(_)) => EXIT_CONFIGURATION,
+            Self::Ask(AskError::Setup(_)) => EXIT_INVALID,
+            Self::Exists(_) | Self::Authority(AuthorityError::Exists(_)) => EXIT_CONFLICT,
+            Self::Authority(_) => EXIT_INVALID,
             Self::Ask(AskError::Unknown(_)) => EXIT_UNKNOWN,
             Self::Input(_) => EXIT_INVALID,
             Self::NotFound(_) => EXIT_NOT_FOUND,

@@ -77,7 +77,7 @@ async fn id_of(session: &Session, worker: &str) -> Result<String, Failure> {
     let url = worker.trim_end_matches('/');
     let mut known = list["workers"].as_array().into_iter().flatten();
     let found = known.find(|known| known["url"] == url).and_then(|known| known["id"].as_str());
-    found.map(str::to_owned).ok_or_else(|| Failure::NotFound(format!("no worker has the URL {worker}")))
+    found.map(str::to_owned).ok_or_else(|| Failure::NotFound(format!("no worker has the id or the URL {worker}")))
 }
 
 /// The spec that flags and file describe.
@@ -121,8 +121,14 @@ async fn add(session: &Session, flags: &AddFlags) -> Result<(), Failure> {
         return session.changed(&answer, &flags.change, table::ACCEPTED);
     }
     let location = answer["location"].as_str().ok_or_else(|| Failure::Answer(answer.to_string()))?.to_owned();
+    let mut said = String::new();
     loop {
         let worker = session.get(location.as_str()).await?;
+        // Why it takes long, once a reason.
+        if let Some(message) = worker["job_status"]["message"].as_str().filter(|message| *message != said) {
+            said = message.to_owned();
+            note(message);
+        }
         match worker["job_status"]["status"].as_str() {
             None => return session.show.one(&worker, table::WORKERS),
             Some("failed") => {
@@ -147,6 +153,9 @@ async fn patch(session: &Session, flags: &PatchFlags) -> Result<(), Failure> {
         patch["api_key"] = key_in(file)?;
     }
     label(&mut patch, &flags.label);
+    if patch.as_object().is_some_and(serde_json::Map::is_empty) {
+        return Err(Failure::Input("nothing to change was given".to_owned()));
+    }
     let answer = session.change(Method::PATCH, &format!("/workers/{id}"), Some(patch), &flags.change).await?;
     session.changed(&answer, &flags.change, table::ACCEPTED)
 }

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::pairing::Descriptor;
-use crate::worker::{JobStatus, Runtime, Status, Worker, WorkerType};
+use crate::worker::{JobStatus, Runtime, Status, Wire, Worker, WorkerType};
 
 /// `WorkerInfo` of `GET /workers`: `{id, model_id, <spec>, connection_mode, is_healthy, status, load, http2, pd_pairing?, job_status?}`.
 ///
@@ -43,6 +43,11 @@ pub fn worker_info(worker: &Worker) -> Value {
         info.insert(
             "warning".into(),
             json!("no kv_connector is declared: PD requests run passthrough and decode recomputes every prompt"),
+        );
+    } else if has_no_bootstrap_port(worker) {
+        info.insert(
+            "warning".into(),
+            json!("no bootstrap_port is registered: decode engines may not find this prefill"),
         );
     }
     info.insert("intent".into(), json!(worker.intent.as_str()));
@@ -94,6 +99,16 @@ pub fn runs_undeclared_passthrough(worker: &Worker) -> bool {
         && worker.spec.worker_type == WorkerType::Prefill
         && worker.runtime() == Runtime::Vllm
         && worker.kv_connector().is_none()
+}
+
+/// Whether a SGLang prefill worker over HTTP was registered without its bootstrap port: engines then get `null`, which most cannot use (SMG
+/// PD docs, Bootstrap fields).
+pub fn has_no_bootstrap_port(worker: &Worker) -> bool {
+    worker.facts.is_some()
+        && worker.spec.worker_type == WorkerType::Prefill
+        && worker.runtime() == Runtime::Sglang
+        && worker.wire() == Wire::Http
+        && worker.spec.bootstrap_port.is_none()
 }
 
 /// Whether the last job of the worker failed.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use smg_fleet::info::runs_undeclared_passthrough;
+use smg_fleet::info::{has_no_bootstrap_port, runs_undeclared_passthrough};
 use smg_fleet::settings::Probe;
 use smg_fleet::{
     Facts, Health, Job, JobKind, JobStatus, Origin, Revision, Runtime, Settings, Worker, WorkerId, WorkerSpec,
@@ -206,6 +206,14 @@ impl Shared {
                 target: "smg", worker = worker.spec.url,
                 "NO KV CONNECTOR IS DECLARED for this vLLM prefill worker: no KV will move and decode recomputes every prompt, \
                  although every answer looks right. Register it with kv_connector, for example NixlConnector"
+            );
+        }
+        if has_no_bootstrap_port(&worker) {
+            let told = worker.label("disaggregation_bootstrap_port");
+            tracing::warn!(
+                target: "smg", worker = worker.spec.url, told,
+                "NO BOOTSTRAP PORT IS REGISTERED for this prefill worker: decode engines may not find it. Register it with bootstrap_port, \
+                 the --disaggregation-bootstrap-port of the engine"
             );
         }
         if let (Some(field), Some(label)) = (&worker.spec.pairing_protocol, worker.spec.labels.get("pairing_protocol"))

@@ -266,9 +266,30 @@ impl Stream<'_> {
         }
         let bytes = std::mem::take(&mut self.partial);
         match wire::decode_snapshot(&bytes) {
-            Ok(snapshot) => self.take("full", chunk.nonce, chunk.revision, snapshot).await,
+            Ok(snapshot) => match self.another_cluster(&snapshot) {
+                Some(reason) => {
+                    self.count("full", "refused");
+                    Answer::End(Ended::Broken(reason))
+                }
+                None => self.take("full", chunk.nonce, chunk.revision, snapshot).await,
+            },
             Err(error) => self.refuse("full", chunk.nonce, chunk.revision, error.to_string()),
         }
+    }
+
+    /// Why the state is not of the fleet that this gateway serves. A cluster keeps its id for ever, over restored backups too: another id is
+    /// another cluster, founded by mistake at an address of this one, and whoever took its empty state would refuse every request.
+    fn another_cluster(&self, snapshot: &Snapshot) -> Option<String> {
+        let known = Arc::clone(&self.core.table.load().snapshot);
+        if known.revision == 0 || known.cluster_id == snapshot.cluster_id {
+            return None;
+        }
+        let (ours, theirs) = (known.cluster_id, snapshot.cluster_id);
+        tracing::error!(
+            target: SMG, %ours, %theirs,
+            "this member of the control plane is of another cluster and is not listened to; was it started with --bootstrap on an empty disk?"
+        );
+        Some(format!("it is of cluster {theirs}, and this gateway serves {ours}"))
     }
 
     async fn take(&mut self, kind: &str, nonce: u64, revision: u64, snapshot: Snapshot) -> Answer {

@@ -94,6 +94,8 @@ impl ClusterMember {
         let knows = seen.leader == Some(seen.node_id) || seen.members.iter().any(|member| member.heard_ms.is_some());
         let health = match (member.heard_ms, lag) {
             _ if !knows => "unknown",
+            // The last call failed: it is gone before its silence says so.
+            _ if member.trouble.is_some() => "unreachable",
             (Some(heard), Some(lag)) if heard < UNREACHABLE_MS && lag <= LAGGING => "ok",
             (Some(heard), _) if heard < UNREACHABLE_MS => "lagging",
             _ => "unreachable",
@@ -190,6 +192,9 @@ mod tests {
         assert_eq!(health(status(Some(1), Some(100), None)), "lagging");
         assert_eq!(health(status(Some(1), Some(9_000), Some(499))), "unreachable");
         assert_eq!(health(status(Some(1), None, None)), "unreachable");
+        let mut gone = status(Some(1), Some(100), Some(499));
+        gone.members[0].trouble = Some("connection refused".into());
+        assert_eq!(health(gone), "unreachable");
         assert_eq!(health(status(Some(2), None, None)), "unknown");
         assert_eq!(health(status(None, None, None)), "unknown");
     }

@@ -1,8 +1,8 @@
 //! Relayed bodies: the bytes out are the bytes in, however they were cut and however long the engine paused between them.
 //!
 //! Input: one byte of flags, eight bytes that cut the stream and place pauses, then the stream. Expected is what a plain reading of the
-//! whole stream says: all of it, or all up to the end marker; between two events a keep-alive may stand; a broken stream of events ends
-//! with an error event on lines of its own.
+//! whole stream says: all of it, or all up to the end marker; between two events a keep-alive may stand; a stream of events that is broken,
+//! or unfinished when the request's time is over, ends with an error event on lines of its own.
 #![no_main]
 
 use std::collections::VecDeque;
@@ -19,6 +19,7 @@ use smg_gateway::relay::{Dialect, Ended, OnEnd, Relay};
 use tokio::time::{Instant, Sleep, sleep};
 
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_secs(15);
 const PING: &[u8] = b": ping\n\n";
 const NAMED_PING: &[u8] = b"event: ping\ndata: {\"type\":\"ping\"}\n\n";
 
@@ -62,7 +63,7 @@ impl Body for Engine {
             match self.steps.pop_front() {
                 None => return Poll::Ready(None),
                 Some(Step::Broken) => return Poll::Ready(Some(Err(std::io::ErrorKind::ConnectionReset.into()))),
-                Some(Step::Pause) => self.pause = Some(Box::pin(sleep(KEEP_ALIVE * 3 / 2))),
+                Some(Step::Pause) => self.pause = Some(Box::pin(sleep(PAUSE))),
                 Some(Step::Data(data)) => {
                     self.progress.lock().unwrap().handed_over += data.len();
                     return Poll::Ready(Some(Ok(Frame::data(data))));
@@ -136,7 +137,15 @@ struct Out {
     handed_over: usize,
 }
 
-async fn collect(mut relay: Relay<Ends, Engine>, progress: &Mutex<Progress>) -> Out {
+/// Bytes of the stream before the second pause.
+fn before_the_second_pause(steps: &VecDeque<Step>) -> Option<usize> {
+    let (second, _) = steps.iter().enumerate().filter(|(_, step)| matches!(step, Step::Pause)).nth(1)?;
+    let lengths = steps.iter().take(second).map(|step| if let Step::Data(data) = step { data.len() } else { 0 });
+    Some(lengths.sum())
+}
+
+/// `may_be_late` = a silent engine may be cut off.
+async fn collect(mut relay: Relay<Ends, Engine>, progress: &Mutex<Progress>, may_be_late: bool) -> Out {
     let mut out = Out { data: Vec::new(), pings: Vec::new(), aborted: false, handed_over: 0 };
     loop {
         let frame = poll_fn(|cx| Pin::new(&mut relay).poll_frame(cx)).await;
@@ -150,8 +159,9 @@ async fn collect(mut relay: Relay<Ends, Engine>, progress: &Mutex<Progress>) -> 
             }
             Some(Ok(frame)) => {
                 let data = frame.into_data().expect("there are no trailers");
-                if silent {
-                    assert!([PING, NAMED_PING].contains(&&data[..]), "a silent engine has no bytes");
+                let ping = [PING, NAMED_PING].contains(&&data[..]);
+                if silent && (ping || !may_be_late) {
+                    assert!(ping, "a silent engine has no bytes");
                     out.pings.push(handed_over);
                 } else {
                     out.data.extend_from_slice(&data);
@@ -168,9 +178,15 @@ fuzz_target!(|data: &[u8]| {
         1 => Some(Dialect::Anthropic),
         _ => Some(Dialect::OpenAi),
     };
-    let (broken, rewriting) = (flags & 4 != 0, flags & 8 != 0);
+    let (mut broken, rewriting) = (flags & 4 != 0, flags & 8 != 0);
+    // Over in the middle of the second pause, or when it ends and the engine goes on.
+    let time = match flags & 0x30 {
+        0 => None,
+        0x10 => Some(PAUSE * 3 / 2),
+        _ => Some(PAUSE * 2),
+    };
     let mut steps = VecDeque::new();
-    let (mut rest, mut cut) = (stream, 0);
+    let (mut stream, mut rest, mut cut) = (stream, stream, 0);
     while !rest.is_empty() {
         let code = usize::from(cuts[cut % cuts.len()]);
         cut += 1;
@@ -186,20 +202,27 @@ fuzz_target!(|data: &[u8]| {
         steps.push_back(Step::Broken);
     }
 
+    let late = time.and_then(|_| before_the_second_pause(&steps));
+
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let ends = Arc::new(Mutex::new(Vec::new()));
     let progress = Arc::new(Mutex::new(Progress::default()));
     let out = runtime.block_on(async {
         let engine = Engine { steps, pause: None, progress: Arc::clone(&progress) };
-        let deadline = Instant::now() + Duration::from_secs(86_400);
+        let deadline = Instant::now() + time.unwrap_or(Duration::from_secs(86_400));
         let relay = Relay::new(engine, events, deadline, Some(KEEP_ALIVE), Ends(Arc::clone(&ends)));
         // Held back, read as text, and put out again as it was.
         let relay = relay.rewriting(rewriting.then(|| Box::new(|data: &str| Some(data.to_owned())) as _));
-        collect(relay, &progress).await
+        collect(relay, &progress, time.is_some()).await
     });
     let ends = ends.lock().unwrap();
     assert_eq!(ends.len(), 1, "told once: {ends:?}");
 
+    // What has ended in time is not late.
+    let late = late.filter(|place| events.is_none() || end_of_stream(&stream[..*place]).is_none());
+    if let Some(place) = late {
+        (stream, broken) = (&stream[..place], true);
+    }
     let marker = events.and_then(|_| end_of_stream(stream));
     let mut body = &out.data[..];
     match marker {
@@ -223,10 +246,11 @@ fuzz_target!(|data: &[u8]| {
         body == &stream[..end] || without_lf.is_some_and(|end| body == &stream[..end]),
         "the bytes are the stream's"
     );
-    assert!(marker.is_some() || out.handed_over == stream.len());
+    assert!(marker.is_some() || late.is_some() || out.handed_over == stream.len());
     for place in &out.pings {
         assert!(events.is_some() && is_between_events(&stream[..*place]), "a keep-alive stands between two events");
     }
     assert!(marker.is_none() || ends[0] == Ended::Complete);
-    assert_eq!(marker.is_none() && broken, matches!(ends[0], Ended::Broken(_)));
+    assert_eq!(late.is_some(), matches!(ends[0], Ended::TimedOut | Ended::OutOfTime));
+    assert_eq!(marker.is_none() && broken && late.is_none(), matches!(ends[0], Ended::Broken(_)));
 });

@@ -1,17 +1,18 @@
-//! Chaos: three prefills and three decodes of every kind of pair, faults of every switch, clients that leave, dawdle and insist, all at
-//! once and at random.
+//! Chaos: three prefills and three decodes of every kind of pair, three workers without a partner, faults of every switch, clients that
+//! leave, dawdle and insist, all at once and at random.
 //!
 //! Whatever happens,
 //! * every request ends: with the right answer, an error with a documented status and code, an answer that says it broke off, or because
 //!   its client left; what an engine says instead of its answer passes, what belongs to another request never does;
-//! * nothing is left: no request, load, socket, descriptor or task, and no memory;
-//! * a breaker is charged only for what went wrong at its own engine, by that engine's account;
+//! * nothing is left: no request, load, permit, place in a queue, socket, descriptor or task, and no memory;
+//! * a breaker is charged for what went wrong at its own engine, by that engine's account, and for nothing else;
 //! * when the faults stop, everything works again.
 //!
 //! `SMG_CHAOS_SEED` repeats a run's plan (not its timing), `SMG_CHAOS_SECONDS` sets its length: 60 s unless told otherwise, 10 minutes
 //! with `SMG_SOAK`, which also writes the report.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod blame;
 mod faults;
 mod fleet;
 mod random;
@@ -28,14 +29,17 @@ use std::time::{Duration, Instant, SystemTime};
 use futures::StreamExt;
 use tokio::task::JoinSet;
 
+use crate::blame::{Charged, Witnesses, charged};
 use crate::faults::sabotage;
-use crate::fleet::{Fleet, Holdings, is_mortal};
+use crate::fleet::{Family, Fleet, Holdings};
 use crate::random::Random;
-use crate::support::{eventually, samples};
-use crate::traffic::{Ending, Manner, send};
+use crate::support::eventually;
+use crate::traffic::{Case, Ending, Manner, send};
 
 const CLIENTS: u64 = 24;
-const FLAGS: [&str; 20] = [
+/// The time that the gateway gives a request, as [`FLAGS`] say.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
+const FLAGS: [&str; 28] = [
     "--request-timeout-secs",
     "15",
     "--upstream-pool-idle-timeout-secs",
@@ -56,6 +60,15 @@ const FLAGS: [&str; 20] = [
     "2",
     "--health-success-threshold",
     "1",
+    // Permits are taken and given back; nobody is refused for want of one.
+    "--max-concurrent-requests",
+    "200",
+    "--queue-size",
+    "200",
+    "--prefill-max-inflight-requests-per-worker",
+    "200",
+    "--prefill-queue-size",
+    "200",
 ];
 /// Growth of resident memory that is no leak, as a factor and in bytes: the allocator keeps what a peak of large bodies took. What leaks
 /// passes both in the long variant.
@@ -72,11 +85,13 @@ struct Tally {
     endings: BTreeMap<String, u64>,
     wrong: Vec<String>,
     requests: u64,
+    witnesses: Witnesses,
 }
 
 impl Tally {
-    fn note(&mut self, model: &str, id: &str, ending: Ending) {
+    fn note(&mut self, family: &Family, case: &Case, id: String, ending: Ending, took: Duration) {
         self.requests += 1;
+        self.witnesses.note(&family.kind, case, &id, &ending, took);
         let name = match ending {
             Ending::Right => "right answer".to_owned(),
             Ending::Error { status, code } => format!("{status} `{code}`"),
@@ -84,7 +99,7 @@ impl Tally {
             Ending::Altered => "an engine's own words instead of its answer".to_owned(),
             Ending::Left => "the client left".to_owned(),
             Ending::Wrong(what) => {
-                self.wrong.push(format!("{model} {id}: {what}"));
+                self.wrong.push(format!("{} {id}: {what}", family.kind.model));
                 "WRONG".to_owned()
             }
         };
@@ -139,8 +154,9 @@ async fn be_a_client(
         }
         let manner = Manner::draw(&mut random);
         let id = format!("{name}-{number}");
+        let begun = Instant::now();
         let ending = send(&client, &fleet.smg.url, case, &id, manner).await;
-        tally.lock().unwrap().note(family.kind.model, &id, ending);
+        tally.lock().unwrap().note(family, case, id, ending, begun.elapsed());
         tokio::time::sleep(Duration::from_millis(random.between(0, 100))).await;
     }
 }
@@ -174,35 +190,6 @@ async fn until_everything_works(fleet: &Fleet, name: &str) -> usize {
         }
     }
     panic!("{name} the faults, after {ROUNDS} rounds: {failures:#?}");
-}
-
-/// What breakers were told of each engine, against what the engine itself did.
-async fn check_blame(fleet: &Fleet) -> [u64; 2] {
-    let metrics = fleet.smg.metrics().await;
-    let count = |name: &str, labels: &[(&str, &str)]| samples(&metrics, name, labels).into_values().sum::<f64>() as u64;
-    let mut charged = [0, 0];
-    for family in &fleet.families {
-        for (role, index, engine) in family.engines() {
-            let url = engine.url();
-            let failures = count("smg_worker_cb_outcomes_total", &[("worker", &url), ("outcome", "failure")]);
-            let own = engine.tally();
-            // Whoever cannot be reached knows nothing of it: then whatever was sent and did not arrive may be charged.
-            let lost = match is_mortal(index) {
-                true => {
-                    count("smg_worker_requests_total", &[("worker", &url)]).saturating_sub(engine.generation_count())
-                }
-                false => 0,
-            };
-            let due = own.faulty + own.failed + own.cut + own.abandoned_late + lost;
-            let model = family.kind.model;
-            assert!(
-                failures <= due,
-                "{model} {role:?} {index}: charged {failures}, due at most {due}: {own:?}, lost {lost}"
-            );
-            charged[usize::from(role == support::Role::Decode)] += failures;
-        }
-    }
-    charged
 }
 
 fn length() -> Duration {
@@ -250,7 +237,8 @@ async fn whatever_engines_and_clients_do_every_request_ends_and_nothing_is_left(
     .await;
 
     let tally = std::mem::take(&mut *tally.lock().unwrap());
-    let report = report(seed, length, &tally, &faults, (before, after), recovery, check_blame(&fleet).await);
+    let charged = charged(&fleet, &tally.witnesses).await;
+    let report = report(seed, length, &tally, &faults, (before, after), recovery, charged);
     println!("{report}");
     assert!(
         tally.wrong.is_empty(),
@@ -273,13 +261,13 @@ fn report(
     faults: &BTreeMap<&'static str, u64>,
     (before, after): (Holdings, Holdings),
     (rounds, recovery): (usize, Duration),
-    charged: [u64; 2],
+    charged: Charged,
 ) -> String {
     let mut out = format!(
         "# Chaos\n\nThe last run of the chaos test in its long variant (`make soak`; `tests/chaos`). It fails unless every request ended as listed here,\n\
-         nothing was left behind, breakers were charged only for their own engines' failures, and everything worked again.\n\n\
-         Three prefills and three decodes each of SGLang, vLLM with NIXL, Mooncake, MoRI-IO READ, WRITE and concurrent WRITE; \
-         {CLIENTS} clients; {} s; seed {seed}; {} build.\n\n",
+         nothing was left behind, breakers were charged for their own engines' failures and no others, and everything worked again.\n\n\
+         Three prefills and three decodes each of SGLang, vLLM with NIXL, Mooncake, MoRI-IO READ, WRITE and concurrent WRITE, and three \
+         workers without a partner; every route that engines serve; {CLIENTS} clients; {} s; seed {seed}; {} build.\n\n",
         length.as_secs(),
         if cfg!(debug_assertions) { "debug" } else { "release" },
     );
@@ -299,16 +287,18 @@ fn report(
         out,
         "## What was left\n\n| | after the warm-up | at the end |\n|---|---|---|\n\
          | resident memory, MiB | {:.0} | {:.0} |\n| open files and sockets | {} | {} |\n| tasks | {} | {} |\n\n\
-         Breakers were charged with {} failures of prefills and {} of decodes. After the last fault every request of round {rounds} of all requests was\n\
-         answered rightly, {:.1} s later.",
+         Breakers were charged with {} failures of prefills, {} of decodes and {} of workers without a partner, among them {} that an engine\n\
+         or a client can prove. After the last fault every request of round {rounds} of all requests was answered rightly, {:.1} s later.",
         mebibytes(before.resident_bytes),
         mebibytes(after.resident_bytes),
         before.descriptors,
         after.descriptors,
         before.tasks,
         after.tasks,
-        charged[0],
-        charged[1],
+        charged.failures[0],
+        charged.failures[1],
+        charged.failures[2],
+        charged.proven,
         recovery.as_secs_f64(),
     );
     out

@@ -3,6 +3,7 @@
 //! Answers depend on nothing but the request and its id, so a single engine says once what is right, and every answer is compared with
 //! that byte for byte: one that belongs to another request, or to another prompt, is seen at once.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -20,6 +21,12 @@ pub const FORGOTTEN: Duration = Duration::from_secs(120);
 /// Stands for the request id in recorded answers.
 const ID: &str = "@request-id@";
 const BROKEN: &[u8] = b"data: {\"error\":{\"message\":\"Stream error: ";
+/// The same in the events of `/v1/messages`.
+const BROKEN_MESSAGE: &[u8] = b"event: error\ndata: {";
+/// What engines answer on a route that they do not have themselves.
+pub const RERANKED: &str = r#"{"results":[{"index":1,"relevance_score":0.5}]}"#;
+const MESSAGES: &str = "/v1/messages";
+const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// What is right for a request.
@@ -44,6 +51,11 @@ impl Case {
     /// Whether it costs much more than others.
     pub fn is_large(&self) -> bool {
         self.body.len() > 100_000
+    }
+
+    /// Whether it is served by one engine of a pair: the prefill.
+    pub fn counts_tokens(&self) -> bool {
+        self.path == COUNT_TOKENS
     }
 }
 
@@ -84,18 +96,35 @@ pub async fn cases(kind: &Kind, single: &MockEngine) -> Vec<Case> {
         requests.push(generate(json!(["two", "prompts"]), json!({"return_logprob": true})));
         requests.push(completion(json!(["two", "prompts"]), json!({})));
     }
+    let message = |words: String, more: Value| {
+        let body = json!({"model": kind.model, "messages": [{"role": "user", "content": words}], "max_tokens": 12});
+        (MESSAGES, with(body, more))
+    };
+    let response =
+        |words: String| ("/v1/responses", json!({"model": kind.model, "input": words, "max_output_tokens": 12}));
+    let rerank = "/v1/rerank";
+    let reranked = json!({"model": kind.model, "query": "which", "documents": ["this", "that"]});
+    let counted = json!({"model": kind.model, "messages": [{"role": "user", "content": "how many"}]});
     if !kind.is_moriio() {
         requests.push(chat("several samples".to_owned(), json!({"n": 2})));
+        for salt in 0..3 {
+            requests.push(message(prompt(5 + salt, salt), json!({})));
+            requests.push(response(prompt(5 + salt, salt)));
+        }
     }
     let mut all = Vec::new();
     for (path, body) in requests {
         all.push((path, body.clone(), false));
         let mut more = json!({"stream": true});
-        if path != "/generate" {
+        if path.ends_with("completions") {
             more["stream_options"] = json!({"include_usage": true});
         }
         all.push((path, with(body, more), true));
     }
+    if !kind.is_moriio() {
+        all.push((rerank, reranked.clone(), false));
+    }
+    all.push((COUNT_TOKENS, counted, false));
     let answers = all.into_iter().map(|(path, body, streamed)| async move {
         let answer = ask(single, path, &body).await;
         let merged = body["return_logprob"] == true;
@@ -103,14 +132,19 @@ pub async fn cases(kind: &Kind, single: &MockEngine) -> Vec<Case> {
     });
     let mut cases = join_all(answers).await;
     let mut refuse = |(path, body): (&'static str, Value), code| {
-        let right = Right::Refusal(400, code);
+        let right = Right::Refusal(if code == "moriio_route_unsupported" { 501 } else { 400 }, code);
         cases.push(Case { path, body: bytes(&body), streamed: false, right, merged: false });
     };
     match kind.engine {
         Engine::Sglang | Engine::Tokenspeed => {
             refuse(completion(json!("x"), json!({"n": 2})), "parallel_sampling_unsupported")
         }
-        Engine::Vllm if kind.is_moriio() => refuse(chat("x".to_owned(), json!({"n": 2})), "moriio_fanout_unsupported"),
+        Engine::Vllm if kind.is_moriio() => {
+            refuse(chat("x".to_owned(), json!({"n": 2})), "moriio_fanout_unsupported");
+            refuse(message("x".to_owned(), json!({})), "moriio_route_unsupported");
+            refuse(response("x".to_owned()), "moriio_route_unsupported");
+            refuse((rerank, reranked), "moriio_route_unsupported");
+        }
         Engine::Vllm => refuse(chat("x".to_owned(), json!({"n": "2"})), "invalid_type"),
     }
     cases
@@ -243,7 +277,7 @@ async fn exchange(
 }
 
 /// Codes of the gateway's errors and the statuses that each may come with (API reference).
-const CODES: [(&str, &[u16]); 22] = [
+const CODES: [(&str, &[u16]); 29] = [
     ("no_available_workers", &[503]),
     ("prefill_request_failed", &[502, 504]),
     ("prefill_read_failed", &[502, 504]),
@@ -251,6 +285,12 @@ const CODES: [(&str, &[u16]); 22] = [
     ("decode_read_failed", &[502, 504]),
     ("moriio_handoff_invalid", &[502]),
     ("moriio_fanout_unsupported", &[400]),
+    ("moriio_route_unsupported", &[501]),
+    ("prefill_count_tokens_failed", &[502, 504]),
+    ("no_prefill_servers", &[503]),
+    ("request_timeout", &[504]),
+    ("worker_request_failed", &[502, 504]),
+    ("worker_read_failed", &[502, 504]),
     ("parallel_sampling_unsupported", &[400]),
     ("invalid_type", &[400]),
     ("prefill_bad_request", &[400]),
@@ -267,6 +307,7 @@ const CODES: [(&str, &[u16]); 22] = [
     ("prefill_upstream_error", &[]),
     ("prefill_error", &[]),
     ("decode_error", &[]),
+    ("worker_upstream_error", &[]),
 ];
 
 fn is_documented(status: u16, code: &str) -> bool {
@@ -337,6 +378,10 @@ fn before_the_break<'a>(case: &Case, answer: &'a Answer) -> Option<&'a [u8]> {
     if !answer.complete {
         return None;
     }
+    if case.path == MESSAGES {
+        let place = memchr::memmem::rfind(&answer.body, BROKEN_MESSAGE)?;
+        return answer.body.ends_with(b"\n\n").then_some(&answer.body[..place]);
+    }
     let place = memchr::memmem::rfind(&answer.body, BROKEN)?;
     answer.body.ends_with(DONE).then_some(&answer.body[..place])
 }
@@ -363,8 +408,26 @@ fn same_but_for_merging(right: &str, body: &[u8]) -> bool {
         let events = text.split("\n\n").filter(|event| !event.is_empty() && *event != "data: [DONE]");
         events.map(|event| stripped(event.strip_prefix("data: ").unwrap_or(event))).collect::<Option<Vec<_>>>()
     };
+    // Whatever is said of a prompt is said at the place of that prompt.
+    let said = |text: &str| {
+        let events = text.split("\n\n").filter(|event| !event.is_empty() && *event != "data: [DONE]");
+        events.flat_map(|event| said_of_prompts(event.strip_prefix("data: ").unwrap_or(event))).collect::<BTreeSet<_>>()
+    };
     matches!((strip(right), strip(body)), (Some(right), Some(body)) if right == body)
+        && said(body).is_subset(&said(right))
         && right.ends_with("data: [DONE]\n\n") == body.ends_with("data: [DONE]\n\n")
+}
+
+/// The log probabilities of prompts in an answer or event, each with the place of its prompt.
+fn said_of_prompts(text: &str) -> Vec<(u64, String)> {
+    let one = |(place, answer): (u64, &Value)| {
+        let said = answer["meta_info"]["input_token_logprobs"].as_array().filter(|said| !said.is_empty())?;
+        Some((answer["index"].as_u64().unwrap_or(place), Value::Array(said.clone()).to_string()))
+    };
+    match serde_json::from_str::<Value>(text).unwrap_or_default() {
+        Value::Array(answers) => (0..).zip(&answers).filter_map(one).collect(),
+        other => one((0, &other)).into_iter().collect(),
+    }
 }
 
 fn stripped(text: &str) -> Option<Value> {

@@ -94,7 +94,7 @@ impl Fault {
         }
     }
 
-    /// A fault of generation requests: `/v1/chat/completions`, `/v1/completions`, `/generate`.
+    /// A fault of requests for generated text, on any of the routes that give it.
     pub fn generation() -> Self {
         Self::new(Scope::Generation)
     }

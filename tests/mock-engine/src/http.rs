@@ -225,9 +225,14 @@ async fn answer(core: &Arc<Core>, request: Request, write: WriteHalf<'_>, exchan
     } else {
         None
     };
-    let bodiless = request.method == "HEAD";
+    let (bodiless, status) = (request.method == "HEAD", reply.status);
     match sender.send(reply, fault.as_ref(), request.keep_alive, bodiless).await {
-        Ok(ending) => ending,
+        Ok(ending) => {
+            if ending == Ending::Proper {
+                core.recorder.answered(&request, status);
+            }
+            ending
+        }
         Err(_) => {
             exchange.peer_closed();
             Ending::Close

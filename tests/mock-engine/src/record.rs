@@ -13,6 +13,11 @@ use tokio::sync::watch;
 
 use crate::http::Request;
 
+/// Statuses that say that the engine failed, rather than the request.
+const BLAMING: [u16; 5] = [408, 500, 502, 503, 504];
+/// Refusals whose ids are remembered: the first ones.
+const MOST_REFUSALS: usize = 65_536;
+
 /// One exchange, as far as it has gone.
 #[derive(Clone, Debug)]
 pub struct Recorded {
@@ -65,9 +70,11 @@ impl Recorded {
     }
 }
 
-/// How the generation exchanges of an engine have ended since its start. Each is counted once; unfinished ones are not in it.
+/// How the exchanges of an engine have ended since its start: whatever was posted. Each is counted once; unfinished ones have only arrived.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
+    /// All that arrived.
+    pub arrived: u64,
     /// Answered as it should be, with any status that does not blame the engine.
     pub served: u64,
     /// Met a fault, whatever became of it.
@@ -115,6 +122,7 @@ pub(crate) struct Recorder {
     ring: Mutex<VecDeque<Arc<Entry>>>,
     arrived: AtomicU64,
     tally: Mutex<Tally>,
+    refusals: Mutex<Vec<String>>,
     /// After this an abandoned exchange is a late one.
     patience: Duration,
     changes: watch::Sender<()>,
@@ -128,6 +136,7 @@ impl Recorder {
             ring: Mutex::default(),
             arrived: AtomicU64::new(0),
             tally: Mutex::default(),
+            refusals: Mutex::default(),
             patience,
             changes: watch::Sender::new(()),
         }
@@ -164,8 +173,11 @@ impl Recorder {
             entry
         });
         self.changed();
-        let generation = request.is_generation();
-        Exchange { entry, recorder: Arc::clone(self), generation, arrived_at: Instant::now(), fate: Mutex::default() }
+        let counts = request.method == "POST";
+        if counts {
+            self.tally.lock().arrived += 1;
+        }
+        Exchange { entry, recorder: Arc::clone(self), counts, arrived_at: Instant::now(), fate: Mutex::default() }
     }
 
     pub(crate) fn all(&self) -> Vec<Recorded> {
@@ -179,6 +191,21 @@ impl Recorder {
 
     pub(crate) fn tally(&self) -> Tally {
         *self.tally.lock()
+    }
+
+    /// An answer is out, with this status.
+    pub(crate) fn answered(&self, request: &Request, status: u16) {
+        if !BLAMING.contains(&status) {
+            return;
+        }
+        let mut refusals = self.refusals.lock();
+        if let Some(id) = request.header("x-request-id").filter(|_| refusals.len() < MOST_REFUSALS) {
+            refusals.push(id.to_owned());
+        }
+    }
+
+    pub(crate) fn refusals(&self) -> Vec<String> {
+        self.refusals.lock().clone()
     }
 
     pub(crate) fn clear(&self) {
@@ -199,7 +226,7 @@ impl Recorder {
 pub(crate) struct Exchange {
     entry: Option<Arc<Entry>>,
     recorder: Arc<Recorder>,
-    generation: bool,
+    counts: bool,
     arrived_at: Instant,
     fate: Mutex<Fate>,
 }
@@ -260,7 +287,7 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        if self.generation {
+        if self.counts {
             self.count();
         }
         if let Some(entry) = &self.entry {

@@ -111,9 +111,15 @@ impl MockEngine {
         self.core.recorder.generations()
     }
 
-    /// How the generation exchanges have ended since the start. It does not depend on recording.
+    /// How what was posted has ended since the start, generations and all else. It does not depend on recording.
     pub fn tally(&self) -> Tally {
         self.core.recorder.tally()
+    }
+
+    /// The ids of requests that were answered, to the last byte and over HTTP, with 408, 500, 502, 503 or 504, for whatever reason: the first
+    /// 65,536 since the start. One that was sent again stands here again. It does not depend on recording.
+    pub fn refusals(&self) -> Vec<String> {
+        self.core.recorder.refusals()
     }
 
     /// Forgets what was received.

@@ -199,10 +199,16 @@ struct Halved(Box<dyn Pieces>);
 
 impl Pieces for Halved {
     fn next(&mut self, out: &mut Vec<u8>) -> Option<Duration> {
-        let start = out.len();
-        let pause = self.0.next(out)?;
-        out.truncate(start + (out.len() - start) / 2);
-        out.extend_from_slice(b"\n\n");
+        let mut piece = Vec::new();
+        let pause = self.0.next(&mut piece)?;
+        let mut rest = &piece[..];
+        while !rest.is_empty() {
+            let end = rest.windows(2).position(|bytes| bytes == b"\n\n").map_or(rest.len(), |place| place + 2);
+            let (event, after) = rest.split_at(end);
+            out.extend_from_slice(&event[..end / 2]);
+            out.extend_from_slice(b"\n\n");
+            rest = after;
+        }
         Some(pause)
     }
 }

@@ -35,7 +35,7 @@ else
 	$(CARGO) test $(ETCD) etcd
 endif
 
-soak: ## Run every test in its long variant, then the fuzz targets; rewrites docs/reports/{chaos,cluster-simulation,fuzz}.md
+soak: ## Run every test in its long variant, then the fuzz targets; rewrites reports of docs/reports
 	SMG_SOAK=1 $(MAKE) test
 	$(MAKE) fuzz
 

@@ -5,18 +5,31 @@ use serde_json::Value;
 
 use super::*;
 
+/// How long members may take to agree: a few elections and the copy of a log on a slow machine.
+const AGREEMENT: Duration = Duration::from_secs(60);
+
 /// A member's place, which outlives its process.
 pub struct Place {
     /// Where it keeps its state.
     pub directory: tempfile::TempDir,
     port: u16,
     peer_port: u16,
+    /// The address on which it serves other members, and from which it calls them.
+    own: String,
+    /// The host that it tells others, when that is another one.
+    advertised: Option<String>,
 }
 
 impl Place {
     /// Free ports and an empty directory.
     pub fn new() -> Self {
-        Self { directory: tempfile::tempdir().unwrap(), port: free_port(), peer_port: free_port() }
+        let directory = tempfile::tempdir().unwrap();
+        Self { directory, port: free_port(), peer_port: free_port(), own: "127.0.0.1".to_owned(), advertised: None }
+    }
+
+    /// A place at an address of its own, which others reach at another one.
+    pub fn behind(advertised: &str, own: &str) -> Self {
+        Self { own: own.to_owned(), advertised: Some(advertised.to_owned()), ..Self::new() }
     }
 
     /// Its port for the admin API and gateways.
@@ -29,17 +42,25 @@ impl Place {
         format!("127.0.0.1:{}", self.port)
     }
 
-    /// Of other members.
+    /// Where it serves other members.
+    pub fn peer_listen(&self) -> String {
+        format!("{}:{}", self.own, self.peer_port)
+    }
+
+    /// Where other members reach it.
     pub fn peer_address(&self) -> String {
-        format!("127.0.0.1:{}", self.peer_port)
+        format!("{}:{}", self.advertised.as_ref().unwrap_or(&self.own), self.peer_port)
     }
 
     /// Starts the member without waiting for anything.
     pub fn start(&self, flags: &[&str]) -> Smg {
         let directory = self.directory.path().to_str().unwrap();
-        let (listen, peer_listen) = (self.address(), self.peer_address());
+        let (listen, peer_listen) = (self.address(), self.peer_listen());
         let mut all = vec!["controlplane", "--insecure", "--data-dir", directory, "--listen", &listen];
         all.extend(["--peer-listen", &peer_listen, "--shutdown-grace-period-secs", "1"]);
+        if let Some(host) = &self.advertised {
+            all.extend(["--advertise", host]);
+        }
         all.extend(flags);
         Smg::spawn(&all, self.port, &[])
     }
@@ -54,9 +75,10 @@ pub async fn cluster(places: &[Place]) -> Vec<Smg> {
     members
 }
 
-/// What a member says of the cluster.
+/// What a member says of the cluster, if it answers soon.
 pub async fn status(smg: &Smg) -> Option<Value> {
-    smg.client.get(format!("{}/fleet/cluster", smg.url)).send().await.ok()?.json().await.ok()
+    let request = smg.client.get(format!("{}/fleet/cluster", smg.url)).timeout(Duration::from_secs(6));
+    request.send().await.ok()?.json().await.ok()
 }
 
 /// The numbers of the voters.
@@ -68,7 +90,7 @@ pub fn voters(status: &Value) -> Vec<u64> {
 /// Waits until every member is in contact with a leader that has so many voters, all of them well.
 pub async fn until_voters(members: &[Smg], count: usize) {
     for smg in members {
-        eventually(&format!("{count} voters; log:\n{}", smg.log()), || async {
+        eventually_within(AGREEMENT, &format!("{count} voters"), || async {
             let status = status(smg).await?;
             let well = status["members"].as_array()?.iter().all(|member| member["health"] == "ok");
             (status["in_contact"] == true && well && voters(&status).len() == count).then_some(())
@@ -77,7 +99,7 @@ pub async fn until_voters(members: &[Smg], count: usize) {
     }
 }
 
-/// Which member leads, as the others see it.
+/// Which member leads, as it says itself.
 pub async fn leader(members: &[Smg]) -> usize {
     eventually("a leader", || async {
         for (n, smg) in members.iter().enumerate() {

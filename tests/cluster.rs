@@ -284,3 +284,96 @@ async fn a_member_that_waits_for_its_cluster_stops_when_told_to() {
     assert_eq!(smg.exited().await.code(), Some(0), "{}", smg.log());
     assert!(!Path::new(place.directory.path()).join("controlplane/raft.redb").exists());
 }
+
+/// How long the control plane is away.
+fn outage() -> Duration {
+    Duration::from_secs(if std::env::var_os("SMG_SOAK").is_some() { 60 } else { 4 })
+}
+
+#[tokio::test]
+async fn without_any_control_plane_no_request_fails_and_new_gateways_start_from_what_was_stored() {
+    let places: Vec<Place> = (0..3).map(|_| Place::new()).collect();
+    let all = places.iter().map(Place::address).collect::<Vec<_>>().join(",");
+    let mut members = cluster(&places).await;
+    let (own, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let start = async |directory: &Path| Smg::gateway(&all, &["--data-dir", directory.to_str().unwrap()]).await;
+    let (first, mut second) = (Smg::gateway(&all, &[]).await, start(own.path()).await);
+    let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
+    let (prefill_id, decode_id) = first.register_pair(&prefill, &decode).await;
+    for id in [&prefill_id, &decode_id] {
+        second.until_healthy(id).await;
+    }
+    // A gateway acknowledges what it has stored: when both have, the file is there.
+    until_acknowledged(&members[0], 2, first.metric("smg_config_revision", &[]).await).await;
+    second.signal("TERM");
+    second.exited().await;
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut streams = vec![traffic(first.url.clone(), stop.clone())];
+    members.iter_mut().for_each(Smg::kill);
+    let began = Instant::now();
+    // One gateway comes back to its own disk, another one starts on a new disk with a copy of the file.
+    let file = "last-known-good.smgsnap";
+    std::fs::copy(own.path().join(file), elsewhere.path().join(file)).unwrap();
+    let (second, third) = (start(own.path()).await, start(elsewhere.path()).await);
+    for gateway in [&second, &third] {
+        eventually("a gateway without a control plane is ready", || async {
+            (gateway.get("/readiness").await.status() == StatusCode::OK).then_some(())
+        })
+        .await;
+        streams.push(traffic(gateway.url.clone(), stop.clone()));
+    }
+    tokio::time::sleep(outage().saturating_sub(began.elapsed())).await;
+    for gateway in [&first, &second, &third] {
+        let change = gateway.client.put(format!("{}/fleet/policies/m", gateway.url)).json(&json!({"policy": "random"}));
+        assert_eq!(change.send().await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE, "only changes wait");
+    }
+
+    let away = began.elapsed();
+    let members: Vec<Smg> = places.iter().map(|place| place.start(&[])).collect();
+    until_voters(&members, 3).await;
+    // All of them follow again, and go on with what is new.
+    let extra = sglang(Role::Decode).await;
+    let id = first.register(&spec(&extra, "decode")).await;
+    for gateway in [&second, &third] {
+        gateway.until_healthy(&id).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let mut all_served = 0;
+    for stream in streams {
+        let (served, failures) = stream.await.unwrap();
+        assert!(served > 0 && failures.is_empty(), "{failures:?}");
+        all_served += served;
+    }
+    println!("{all_served} requests served, the control plane away for {} ms", away.as_millis());
+    if std::env::var_os("SMG_SOAK").is_some() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reports/static-stability.md");
+        let (away, total) = (away.as_secs_f64(), began.elapsed().as_secs_f64());
+        std::fs::write(path, report(all_served, away, total)).unwrap();
+    }
+}
+
+fn report(served: u64, away: f64, total: f64) -> String {
+    format!(
+        "# Static stability\n\n\
+         The last long run of the outage of a whole control plane (`SMG_SOAK=1 cargo nextest run -p smg --test cluster without_any`). There\n\
+         is no report when one request fails.\n\n\
+         All three control-plane processes were killed with SIGKILL under traffic and stayed away for {away:.0} s. One gateway ran on; one was\n\
+         started again in the meantime from its last-known-good file, and one on a new disk with a copy of that file. Then the control plane\n\
+         came back, and all three gateways got a worker that was registered after it.\n\n\
+         | what | how many |\n|---|---|\n\
+         | requests, each for a prefill and a decode engine, in {total:.0} s | {served} |\n\
+         | requests that failed | 0 |\n"
+    )
+}
+
+/// Waits until so many gateways have acknowledged a revision.
+async fn until_acknowledged(smg: &Smg, count: usize, revision: f64) {
+    eventually(&format!("{count} gateways at revision {revision}"), || async {
+        let list: Value = smg.client.get(format!("{}/fleet/gateways", smg.url)).send().await.ok()?.json().await.ok()?;
+        let gateways = list["gateways"].as_array()?.iter();
+        let current = gateways.filter(|gateway| gateway["acked_revision"].as_f64() >= Some(revision)).count();
+        (current >= count).then_some(())
+    })
+    .await;
+}

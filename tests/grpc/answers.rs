@@ -114,6 +114,46 @@ async fn samples_are_dispatches_of_their_own_and_come_back_as_one_answer() {
 }
 
 #[tokio::test]
+async fn the_native_api_tells_the_version_of_the_weights() {
+    let weighted = |role| builder(Engine::Sglang, role).server_info("weight_version", "7").start();
+    let (prefill, decode) = (weighted(Role::Prefill).await.unwrap(), weighted(Role::Decode).await.unwrap());
+    let pair = Pair::behind(Smg::launch(&[]).await, prefill, decode).await;
+    let answer: Value = pair.smg.post("/generate", &generate()).await.json().await.unwrap();
+    assert_eq!(answer["meta_info"]["weight_version"], "7", "{answer}");
+}
+
+#[tokio::test]
+async fn the_log_probabilities_of_a_prompt_are_those_of_the_engine_that_computed_it() {
+    for engine in [Engine::Sglang, Engine::Vllm] {
+        let pair = Pair::of(engine, &[]).await;
+        let (smg, worker) = (Smg::launch(&[]).await, grpc(engine, Role::Regular).await);
+        smg.register(&spec(&worker, "regular")).await;
+        let mut body = completion();
+        (body["echo"], body["logprobs"]) = (json!(true), json!(2));
+        let mut several = body.clone();
+        several["n"] = json!(2);
+        for body in [&body, &several] {
+            let answers: [Value; 2] = [
+                pair.smg.post("/v1/completions", body).await.json().await.unwrap(),
+                smg.post("/v1/completions", body).await.json().await.unwrap(),
+            ];
+            let told = answers[0]["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap();
+            let prompt = answers[0]["usage"]["prompt_tokens"].as_u64().unwrap();
+            assert_eq!(told.len() as u64, prompt + 8, "{engine:?} {}", answers[0]);
+            assert!(told[0].is_null() && told[1..].iter().all(Value::is_number), "{engine:?} {told:?}");
+            assert_eq!(answers[0]["choices"], answers[1]["choices"], "{engine:?}");
+        }
+        let body = streamed(body);
+        let choices = async |smg: &Smg| -> Vec<Value> {
+            let text = smg.post("/v1/completions", &body).await.text().await.unwrap();
+            events(&text).iter().map(|event| event["choices"].clone()).collect()
+        };
+        assert_eq!(choices(&pair.smg).await, choices(&smg).await, "{engine:?}");
+        pair.is_clean().await;
+    }
+}
+
+#[tokio::test]
 async fn the_time_between_a_handoff_and_its_decode_is_measured_where_legs_are_sequential() {
     for (engine, handoffs) in [(Engine::Vllm, 1.0), (Engine::Sglang, 0.0)] {
         let pair = Pair::of(engine, &[]).await;

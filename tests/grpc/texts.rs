@@ -214,6 +214,50 @@ async fn characters_whose_tokens_come_apart_arrive_whole_in_every_api() {
 }
 
 #[tokio::test]
+async fn log_probabilities_are_those_of_the_visible_text_streamed_or_not() {
+    let said = "<think>Why is it so?</think>Because it is.";
+    let mut body = chat();
+    (body["max_tokens"], body["logprobs"], body["top_logprobs"]) = (json!(500), json!(true), json!(1));
+    for (engine, tokens_per_chunk) in PAIRS.into_iter().zip([1, 3, 1000]) {
+        let decode = builder(engine, Role::Decode).tokens_per_chunk(tokens_per_chunk).start().await.unwrap();
+        let smg = Smg::launch(&["--reasoning-parser", "qwen3"]).await;
+        let pair = Pair::behind(smg, grpc(engine, Role::Prefill).await, decode).await;
+        pair.engines().iter().for_each(|engine| engine.replies_with(Some(said)));
+        let texts = |entries: &[Value]| -> String {
+            entries.iter().map(|entry| entry["token"].as_str().unwrap_or_else(|| panic!("{entry}"))).collect()
+        };
+        let answer: Value = pair.smg.post(CHAT, &body).await.json().await.unwrap();
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["message"]["content"], "Because it is.", "{engine:?} {answer}");
+        let whole = choice["logprobs"]["content"].as_array().unwrap().clone();
+        assert!(texts(&whole).ends_with("Because it is."), "{engine:?} {whole:?}");
+        assert!(!texts(&whole).contains("Why"), "{engine:?} {whole:?}");
+        let text = pair.smg.post(CHAT, &streamed(body.clone())).await.text().await.unwrap();
+        let events = events(&text);
+        let entries = events.iter().filter_map(|event| event["choices"][0]["logprobs"]["content"].as_array());
+        assert_eq!(entries.flatten().cloned().collect::<Vec<_>>(), whole, "{engine:?} {text}");
+        pair.is_clean().await;
+    }
+}
+
+#[tokio::test]
+async fn a_stop_string_within_the_fewest_tokens_that_vllm_is_to_generate_ends_nothing() {
+    let pair = Pair::of(Engine::Vllm, &[]).await;
+    pair.engines().iter().for_each(|engine| engine.replies_with(Some("one END two END three")));
+    let mut body = chat();
+    (body["max_tokens"], body["stop"]) = (json!(100), json!(["END"]));
+    for (fewest, expected) in [(0, "one "), (mock_engine::encode("one END").len(), "one END two ")] {
+        body["min_tokens"] = json!(fewest);
+        let answer: Value = pair.smg.post(CHAT, &body).await.json().await.unwrap();
+        let choice = &answer["choices"][0];
+        assert_eq!((&choice["message"]["content"], &choice["finish_reason"]), (&json!(expected), &json!("stop")));
+        let text = pair.smg.post(CHAT, &streamed(body.clone())).await.text().await.unwrap();
+        assert_eq!(deltas(&text), expected, "{text}");
+    }
+    pair.is_clean().await;
+}
+
+#[tokio::test]
 async fn the_special_tokens_of_a_template_reach_both_legs_as_tokens() {
     let folder = tempfile::tempdir().unwrap();
     for file in std::fs::read_dir(mock_engine::tokenizer_path()).unwrap() {

@@ -54,7 +54,7 @@ fn joined(messages: Vec<Message>) -> (Vec<u32>, Vec<u32>, Complete) {
 
 #[test]
 fn a_streamed_answer_is_the_same_whoever_streams_it() {
-    let mut reader = Reader::new(1);
+    let mut reader = Reader::new(1, true);
     let chunk = |tokens: &[u32], so_far| sglang_wire::GenerateStreamChunk {
         token_ids: tokens.to_vec(),
         prompt_tokens: 4,
@@ -73,7 +73,7 @@ fn a_streamed_answer_is_the_same_whoever_streams_it() {
     let on_sglang = on_sglang.map(|response| sglang::read(&mut reader, response).unwrap());
     assert!(reader.is_complete());
 
-    let mut reader = Reader::new(1);
+    let mut reader = Reader::new(1, true);
     let chunk = |tokens: &[u32]| vllm_wire::GenerateStreamChunk {
         token_ids: tokens.to_vec(),
         prompt_tokens: 4,
@@ -91,7 +91,7 @@ fn a_streamed_answer_is_the_same_whoever_streams_it() {
     let on_vllm = [vllm_chunk(chunk(&[1, 2])), vllm_chunk(chunk(&[3])), vllm_complete(end)];
     let on_vllm = on_vllm.map(|response| vllm::read(&mut reader, response).unwrap());
 
-    let mut reader = Reader::new(1);
+    let mut reader = Reader::new(1, true);
     let chunk = |tokens: &[u32], so_far| tokenspeed_wire::GenerateStreamChunk {
         token_ids: tokens.to_vec(),
         prompt_tokens: 4,
@@ -119,7 +119,7 @@ fn a_streamed_answer_is_the_same_whoever_streams_it() {
 
 #[test]
 fn an_answer_that_is_not_streamed_comes_whole() {
-    let mut reader = Reader::new(1);
+    let mut reader = Reader::new(1, false);
     let whole = vllm_wire::GenerateComplete {
         output_ids: vec![1, 2],
         finish_reason: "stop".into(),
@@ -140,7 +140,7 @@ fn only_a_json_object_is_a_handoff() {
     for nothing in [None, Some(""), Some("null"), Some("[1]"), Some("{"), Some("{}x"), Some("\"x\"")] {
         let whole =
             vllm_wire::GenerateComplete { kv_transfer_params_json: nothing.map(str::to_owned), ..Default::default() };
-        let Message::Complete(complete) = vllm::read(&mut Reader::new(1), vllm_complete(whole)).unwrap() else {
+        let Message::Complete(complete) = vllm::read(&mut Reader::new(1, false), vllm_complete(whole)).unwrap() else {
             panic!()
         };
         assert_eq!(complete.kv_transfer_params, None, "{nothing:?}");
@@ -149,7 +149,7 @@ fn only_a_json_object_is_a_handoff() {
 
 #[test]
 fn sglang_numbers_all_samples_of_a_whole_answer_0_and_they_are_told_apart() {
-    let mut reader = Reader::new(3);
+    let mut reader = Reader::new(3, false);
     for expected in 0..3 {
         let whole = sglang_wire::GenerateComplete { output_ids: vec![7], ..Default::default() };
         let Message::Complete(complete) = sglang::read(&mut reader, sglang_complete(whole)).unwrap() else { panic!() };
@@ -162,7 +162,7 @@ fn sglang_numbers_all_samples_of_a_whole_answer_0_and_they_are_told_apart() {
 
 #[test]
 fn samples_of_a_stream_are_counted_apart() {
-    let mut reader = Reader::new(2);
+    let mut reader = Reader::new(2, true);
     let chunk = |index| vllm_wire::GenerateStreamChunk {
         token_ids: vec![index],
         completion_tokens: 1,
@@ -197,7 +197,7 @@ fn log_probabilities_come_once_and_fit_their_tokens() {
         token_ids: vec![5, 6],
         top_logprobs: vec![],
     };
-    let mut reader = Reader::new(1);
+    let mut reader = Reader::new(1, true);
     let chunk = sglang_wire::GenerateStreamChunk {
         token_ids: vec![1],
         output_logprobs: Some(logprobs.clone()),
@@ -226,26 +226,26 @@ fn log_probabilities_come_once_and_fit_their_tokens() {
     ];
     for logprobs in unequal {
         let chunk = sglang_wire::GenerateStreamChunk { output_logprobs: Some(logprobs), ..Default::default() };
-        assert_eq!(sglang::read(&mut Reader::new(1), sglang_chunk(chunk)), Err(ReadError::Logprobs));
+        assert_eq!(sglang::read(&mut Reader::new(1, true), sglang_chunk(chunk)), Err(ReadError::Logprobs));
     }
 }
 
 #[test]
 fn what_is_no_answer_is_an_error() {
     let empty = sglang_wire::GenerateResponse::default();
-    assert_eq!(sglang::read(&mut Reader::new(1), empty), Err(ReadError::Empty));
+    assert_eq!(sglang::read(&mut Reader::new(1, true), empty), Err(ReadError::Empty));
     let stray = tokenspeed_wire::GenerateStreamChunk { index: 1, ..Default::default() };
-    let read = tokenspeed::read(&mut Reader::new(1), tokenspeed_chunk(stray));
+    let read = tokenspeed::read(&mut Reader::new(1, true), tokenspeed_chunk(stray));
     assert_eq!(read, Err(ReadError::Index { index: 1, samples: 1 }));
     let failed = vllm_wire::GenerateComplete { finish_reason: "error".into(), ..Default::default() };
-    let read = vllm::read(&mut Reader::new(1), vllm_complete(failed));
+    let read = vllm::read(&mut Reader::new(1, true), vllm_complete(failed));
     assert_eq!(read, Err(ReadError::EngineFailed));
     assert_eq!(read.unwrap_err().to_string(), "engine finished the request with an error (see engine logs)");
 }
 
 #[test]
 fn an_engine_that_counts_backwards_does_not_make_the_usage_fall() {
-    let mut reader = Reader::new(1);
+    let mut reader = Reader::new(1, true);
     let chunk = tokenspeed_wire::GenerateStreamChunk { completion_tokens: 3, ..Default::default() };
     tokenspeed::read(&mut reader, tokenspeed_chunk(chunk)).unwrap();
     let end = tokenspeed_wire::GenerateComplete {
@@ -257,4 +257,76 @@ fn an_engine_that_counts_backwards_does_not_make_the_usage_fall() {
     let Message::Complete(end) = tokenspeed::read(&mut reader, tokenspeed_complete(end)).unwrap() else { panic!() };
     assert_eq!((end.usage.completion_tokens, end.matched_stop), (3, Some(MatchedStop::Token(2))));
     assert_eq!(end.weight_version.as_deref(), Some("w"));
+}
+
+#[test]
+fn an_end_that_comes_before_its_output_is_an_error_and_no_short_answer() {
+    let vllm_end = |tokens: &[u32]| {
+        vllm_complete(vllm_wire::GenerateComplete {
+            output_ids: tokens.to_vec(),
+            completion_tokens: tokens.len() as u32,
+            finish_reason: "stop".into(),
+            ..Default::default()
+        })
+    };
+    let vllm_piece = |tokens: &[u32]| {
+        vllm_chunk(vllm_wire::GenerateStreamChunk {
+            token_ids: tokens.to_vec(),
+            completion_tokens: tokens.len() as u32,
+            ..Default::default()
+        })
+    };
+    let too_early = Err(ReadError::EndBeforeOutput { index: 0 });
+    // No chunk at all: with the last tokens, or with a count of more than a stop token that is not told.
+    assert_eq!(vllm::read(&mut Reader::new(1, true), vllm_end(&[3])), too_early);
+    let counted = |completion_tokens| {
+        tokenspeed_complete(tokenspeed_wire::GenerateComplete { completion_tokens, ..Default::default() })
+    };
+    assert_eq!(tokenspeed::read(&mut Reader::new(1, true), counted(8)), too_early);
+    assert!(tokenspeed::read(&mut Reader::new(1, true), counted(1)).is_ok());
+    // The last chunk is missing; so are some, where the end tells all tokens.
+    let ends: [(&[u32], bool); 5] =
+        [(&[3, 4], false), (&[1, 2, 3, 4], false), (&[1, 2], true), (&[0, 1, 2], true), (&[], true)];
+    for (end, holds) in ends {
+        let mut reader = Reader::new(1, true);
+        vllm::read(&mut reader, vllm_piece(&[0])).unwrap();
+        vllm::read(&mut reader, vllm_piece(&[1, 2])).unwrap();
+        let read = vllm::read(&mut reader, vllm_end(end));
+        assert_eq!(read.is_ok(), holds, "{end:?} {read:?}");
+    }
+    // What was not asked for in pieces comes whole.
+    assert!(vllm::read(&mut Reader::new(1, false), vllm_end(&[1, 2, 3])).is_ok());
+}
+
+#[test]
+fn tokens_with_log_probabilities_are_told_one_by_one_with_their_own() {
+    let whole = |logprobs: Option<vllm_wire::OutputLogProbs>| {
+        let complete = vllm_wire::GenerateComplete {
+            output_ids: vec![1, 2, 3],
+            completion_tokens: 3,
+            finish_reason: "stop".into(),
+            output_logprobs: logprobs,
+            ..Default::default()
+        };
+        vllm::read(&mut Reader::new(1, false), vllm_complete(complete)).unwrap()
+    };
+    let top = |id: u32| vllm_wire::TopLogProbs { values: vec![-1.0], token_ids: vec![id] };
+    let logprobs = vllm_wire::OutputLogProbs {
+        token_ids: vec![1, 2, 3],
+        token_logprobs: vec![-0.1, -0.2, -0.3],
+        top_logprobs: vec![top(7), top(8), top(9)],
+    };
+    let (chunks, last) = whole(Some(logprobs)).by_token();
+    let mut told: Vec<_> = chunks.into_iter().map(|chunk| (chunk.token_ids, chunk.logprobs.unwrap())).collect();
+    let Message::Complete(end) = last else { panic!() };
+    assert_eq!((&end.reason, end.usage.completion_tokens), (&FinishReason::Stop, 3));
+    told.push((end.token_ids, end.logprobs.unwrap()));
+    for (number, (tokens, logprobs)) in (1..).zip(told) {
+        let value = -0.1 * number as f32;
+        assert_eq!((tokens, &logprobs.token_ids), (vec![number], &vec![number]));
+        assert!((logprobs.logprobs[0] - value).abs() < 1e-6);
+        assert_eq!(logprobs.top, [[(number + 6, -1.0)]]);
+    }
+    let plain = whole(None);
+    assert_eq!(plain.clone().by_token(), (Vec::new(), plain), "without any there is nothing to tell apart");
 }

@@ -443,9 +443,10 @@ fn a_vllm_prefill_leg_ends_after_one_token_whatever_the_client_wants() {
     generation.sampling.max_tokens = Some(100);
     generation.sampling.min_tokens = Some(10);
     generation.sampling.temperature = Some(0.5);
-    generation.logprobs = Some(Logprobs { top: 2, prompt_from: None });
+    generation.logprobs = Some(Logprobs { top: 2, prompt_from: Some(0) });
     generation.constraint = Some(Constraint::Regex("x".into()));
     let (request, whole) = on_vllm(&generation);
+    assert_eq!(whole.prompt_logprobs, Some(2));
     let plan = vllm::plan(prefill(Connector::Passthrough, None), Connector::Passthrough, 4, TRANSFER).unwrap();
     let leg = vllm::prefill_leg(&request, &plan, Some(1));
     assert_eq!((leg.stream, leg.data_parallel_rank, leg.request_id.as_str()), (false, Some(1), "chatcmpl-1"));
@@ -461,7 +462,9 @@ fn a_vllm_prefill_leg_ends_after_one_token_whatever_the_client_wants() {
     };
     assert_eq!(leg.sampling_params, Some(expected));
     let leg = vllm::decode_leg(request, &plan.source, None, Some(2));
-    assert_eq!((leg.stream, leg.data_parallel_rank, leg.sampling_params), (true, Some(2), Some(whole)));
+    let expected = vllm_wire::SamplingParams { prompt_logprobs: None, ..whole };
+    assert_eq!((leg.stream, leg.data_parallel_rank), (true, Some(2)));
+    assert_eq!(leg.sampling_params, Some(expected), "what only the prefill knows is not asked of the decode");
     assert_eq!(leg.request_id, "chatcmpl-1", "both legs have one id");
     assert_eq!(plan.source, HandoffSource::None);
 }

@@ -15,6 +15,8 @@ use crate::tokenizer::TokenizeError;
 pub struct SampleRules {
     /// Strings that end it.
     pub stop: Vec<String>,
+    /// Tokens within which no stop string ends it.
+    pub stops_behind: u32,
     /// Tokens that end it, beside the model's own.
     pub stop_token_ids: Vec<u32>,
     /// The model's own tokens do not end it.
@@ -32,6 +34,8 @@ pub struct Sample {
     model: Arc<TextModel>,
     detokenizer: Detokenizer,
     stops: StopMatcher,
+    /// Tokens still to come within which no stop string counts.
+    unstoppable: u32,
     stop_tokens: Vec<u32>,
     keep_stop: bool,
     reader: Box<dyn OutputReader>,
@@ -61,6 +65,7 @@ impl Sample {
             model,
             detokenizer,
             stops: StopMatcher::new(rules.stop, rules.keep_stop),
+            unstoppable: rules.stops_behind,
             stop_tokens,
             keep_stop: rules.keep_stop,
             reader,
@@ -90,6 +95,7 @@ impl Sample {
                 self.detokenizer.push(&self.model.tokenizer, *id, &mut text)?;
                 self.show(&mut text, &mut pieces);
             }
+            self.unstoppable = self.unstoppable.saturating_sub(1);
         }
         Ok(pieces)
     }
@@ -120,7 +126,7 @@ impl Sample {
         if text.is_empty() {
             return;
         }
-        let visible = self.stops.push(text);
+        let visible = if self.unstoppable > 0 { self.stops.pass(text) } else { self.stops.push(text) };
         text.clear();
         for piece in self.reader.push(&visible) {
             reader::append(pieces, piece);

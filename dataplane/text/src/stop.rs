@@ -37,14 +37,30 @@ impl StopMatcher {
         let before = self.held.len();
         let found = self.search.feed(&self.markers, text);
         self.held.push_str(text);
-        let Some(found) = found else {
-            let kept = self.held.split_off(self.held.len() - self.search.held());
-            return std::mem::replace(&mut self.held, kept);
-        };
+        let Some(found) = found else { return self.release() };
         self.matched = Some(found.number);
         let end = before + found.end;
         self.held.truncate(if self.keep { end } else { end - found.length });
         std::mem::take(&mut self.held)
+    }
+
+    /// The same for text within which the output may not end yet: a stop string that is complete by now does not count.
+    pub fn pass(&mut self, text: &str) -> String {
+        if self.matched.is_some() || self.markers.is_empty() {
+            return self.push(text);
+        }
+        let mut rest = text;
+        while let Some(found) = self.search.feed(&self.markers, rest) {
+            rest = rest.get(found.end..).unwrap_or_default();
+        }
+        self.held.push_str(text);
+        self.release()
+    }
+
+    /// What may not become a stop string any more.
+    fn release(&mut self) -> String {
+        let kept = self.held.split_off(self.held.len() - self.search.held());
+        std::mem::replace(&mut self.held, kept)
     }
 
     /// The text has ended: what was held back was no stop string.
@@ -100,6 +116,16 @@ mod tests {
                 prop_assert!(held.is_empty() || stops.iter().any(|stop| stop.starts_with(held) && stop != held));
             }
         }
+    }
+
+    #[test]
+    fn a_stop_within_text_that_may_not_end_does_not_count_but_one_that_ends_behind_it_does() {
+        let mut matcher = StopMatcher::new(vec!["END".to_owned()], false);
+        assert_eq!(matcher.pass("one END two E"), "one END two ");
+        assert_eq!(matcher.push("ND three"), "");
+        assert_eq!(matcher.matched(), Some("END"));
+        let mut without = StopMatcher::new(Vec::new(), false);
+        assert_eq!(without.pass("one END"), "one END");
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //!
 //! * a [`Message`]'s tokens and log probabilities are those not delivered before, so that joining them gives the output;
 //! * its counts are those so far;
-//! * a sample has one [`Complete`], and nothing follows it.
+//! * a sample has one [`Complete`], and nothing follows it; nothing is missing before it either, as far as it tells: the
+//!   tokens that the end of a streamed sample repeats are the last ones that chunks brought.
 //!
 //! Engines are not trusted: what does not keep to this is an error, and fails the request that it answers.
 
@@ -19,6 +20,39 @@ pub enum Message {
     Chunk(Chunk),
     /// The end of a sample.
     Complete(Complete),
+}
+
+impl Message {
+    /// The same as one message a token, if tokens have log probabilities: those of a token belong to the text that it shows
+    /// and to no other. All but the last are chunks.
+    pub fn by_token(mut self) -> (Vec<Chunk>, Self) {
+        let (index, usage, tokens, logprobs, prompt_logprobs) = match &mut self {
+            Self::Chunk(it) => (it.index, it.usage, &mut it.token_ids, &mut it.logprobs, &mut it.prompt_logprobs),
+            Self::Complete(it) => (it.index, it.usage, &mut it.token_ids, &mut it.logprobs, &mut it.prompt_logprobs),
+        };
+        let fit = |logprobs: &TokenLogprobs| logprobs.token_ids.len() == tokens.len() && tokens.len() > 1;
+        if !logprobs.as_ref().is_some_and(fit) {
+            return (Vec::new(), self);
+        }
+        let TokenLogprobs { token_ids, logprobs: values, top } = logprobs.take().unwrap_or_default();
+        let mut top = top.into_iter();
+        let one = |((token, listed), value)| Chunk {
+            index,
+            token_ids: vec![token],
+            usage,
+            logprobs: Some(TokenLogprobs {
+                token_ids: vec![listed],
+                logprobs: vec![value],
+                top: top.next().into_iter().collect(),
+            }),
+            prompt_logprobs: prompt_logprobs.take(),
+        };
+        let mut chunks: Vec<Chunk> = tokens.drain(..).zip(token_ids).zip(values).map(one).collect();
+        if let Some(last) = chunks.pop() {
+            (*tokens, *logprobs) = (last.token_ids, last.logprobs);
+        }
+        (chunks, self)
+    }
 }
 
 /// More of a sample.
@@ -134,6 +168,12 @@ pub enum ReadError {
         /// The sample.
         index: u32,
     },
+    /// The end of a streamed sample whose tokens had not come.
+    #[error("the engine ended sample {index} before all of its output had come")]
+    EndBeforeOutput {
+        /// The sample.
+        index: u32,
+    },
     /// Lists of log probabilities that do not fit together.
     #[error("the engine sent log probabilities that belong to no tokens")]
     Logprobs,
@@ -182,9 +222,14 @@ pub(super) enum Counted {
     New(u32),
 }
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct Sample {
+    /// Tokens so far, as the engine counts them.
     tokens: u32,
+    /// Tokens that chunks brought.
+    brought: usize,
+    /// Those of the last chunk that had any.
+    last: Vec<u32>,
     streamed: bool,
     prompt_logprobs: bool,
     ended: bool,
@@ -194,13 +239,14 @@ struct Sample {
 #[derive(Debug, Clone)]
 pub struct Reader {
     samples: Vec<Sample>,
+    streams: bool,
     ended: usize,
 }
 
 impl Reader {
-    /// A reader of the answer to a request for `samples` samples; at least 1.
-    pub fn new(samples: u32) -> Self {
-        Self { samples: vec![Sample::default(); samples.max(1) as usize], ended: 0 }
+    /// A reader of the answer to a request for `samples` samples; at least 1. `streams`: whether chunks were asked for.
+    pub fn new(samples: u32, streams: bool) -> Self {
+        Self { samples: vec![Sample::default(); samples.max(1) as usize], streams, ended: 0 }
     }
 
     /// Whether every sample has ended: there is nothing more to come.
@@ -228,7 +274,7 @@ impl Reader {
         let index = chunk.index;
         let sample = self.sample(index)?;
         sample.count(chunk.completion_tokens, false);
-        sample.streamed = true;
+        sample.note(&chunk.token_ids);
         let prompt_logprobs = chunk.prompt_logprobs.filter(|_| !sample.prompt_logprobs);
         sample.prompt_logprobs |= prompt_logprobs.is_some();
         Ok(Message::Chunk(Chunk {
@@ -246,14 +292,16 @@ impl Reader {
     }
 
     pub(super) fn complete(&mut self, complete: raw::Complete) -> Result<Message, ReadError> {
-        let index = complete.index;
+        let (index, streams) = (complete.index, self.streams);
         let sample = self.sample(index)?;
+        let comes_too_early = !sample.has(&complete, streams);
         sample.count(complete.completion_tokens, true);
         sample.ended = true;
         let (tokens, streamed, prompt_known) = (sample.tokens, sample.streamed, sample.prompt_logprobs);
         self.ended += 1;
         let reason = match complete.finish_reason.as_str() {
             "error" => return Err(ReadError::EngineFailed),
+            _ if comes_too_early => return Err(ReadError::EndBeforeOutput { index }),
             "stop" => FinishReason::Stop,
             "length" => FinishReason::Length,
             "abort" => FinishReason::Abort,
@@ -279,6 +327,27 @@ impl Reader {
 }
 
 impl Sample {
+    /// Takes in the tokens of a chunk.
+    fn note(&mut self, tokens: &[u32]) {
+        self.streamed = true;
+        self.brought = self.brought.saturating_add(tokens.len());
+        if !tokens.is_empty() {
+            self.last.clear();
+            self.last.extend_from_slice(tokens);
+        }
+    }
+
+    /// Whether chunks have brought what the end of a streamed sample tells of: its last tokens or all of them. Servicers send
+    /// a chunk before any end; an end without tokens may stand alone all the same, be it that of an abort or of an answer
+    /// that was nothing but a stop token.
+    fn has(&self, end: &raw::Complete, streams: bool) -> bool {
+        let repeated = &end.token_ids;
+        if self.streamed {
+            return repeated.len() <= self.brought && (self.last.ends_with(repeated) || repeated.ends_with(&self.last));
+        }
+        !streams || repeated.is_empty() && !matches!(end.completion_tokens, Counted::SoFar(2..))
+    }
+
     /// Takes in a count; it never falls. The one at a streamed sample's end repeats the last chunk's, if it counts new
     /// tokens at all.
     fn count(&mut self, counted: Counted, at_end: bool) {

@@ -190,6 +190,9 @@ pub fn prefill_leg(request: &GenerateRequest, plan: &Plan, rank: Option<u32>) ->
 
 /// The decode leg: the request, and the handoff if there is one. `returned` is what the prefill's answer carried
 /// ([`super::Complete::kv_transfer_params`]).
+///
+/// It is not asked for log probabilities of the prompt. The prefill tells them, and an engine that took KV over has not
+/// computed them: what it lists in their place was never written (vLLM 0.32).
 pub fn decode_leg(
     request: GenerateRequest,
     source: &HandoffSource,
@@ -198,6 +201,9 @@ pub fn decode_leg(
 ) -> GenerateRequest {
     let mut leg = request;
     leg.data_parallel_rank = rank.map(signed);
+    if let Some(params) = &mut leg.sampling_params {
+        params.prompt_logprobs = None;
+    }
     match source {
         HandoffSource::Expected | HandoffSource::Optional => leg.kv_transfer_params_json = returned,
         HandoffSource::Minted(params) => leg.kv_transfer_params_json = Some(params.clone()),

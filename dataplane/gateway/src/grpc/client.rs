@@ -171,6 +171,17 @@ pub enum EngineRequest {
     Tokenspeed(Box<tokenspeed::GenerateRequest>),
 }
 
+impl EngineRequest {
+    /// Whether its answer comes in pieces.
+    fn streams(&self) -> bool {
+        match self {
+            Self::Sglang(request) => request.stream,
+            Self::Vllm(request) => request.stream,
+            Self::Tokenspeed(request) => request.stream,
+        }
+    }
+}
+
 /// One request to one engine, as a leg runs it.
 #[derive(Debug)]
 pub struct Call {
@@ -207,7 +218,7 @@ impl Exchange for Call {
     fn open(&mut self) -> impl Future<Output = Result<Replies, LegFailure>> + Send + 'static {
         let (client, request, metadata) =
             (self.client.clone(), self.request.take(), std::mem::take(&mut self.metadata));
-        let reader = Reader::new(self.samples);
+        let reader = Reader::new(self.samples, request.as_ref().is_some_and(EngineRequest::streams));
         async move {
             let stream = match (client, request) {
                 (Client::Sglang(mut client), Some(EngineRequest::Sglang(request))) => {

@@ -226,6 +226,8 @@ impl Prepared {
     /// The prompt's tokens are not those of the model.
     pub fn assemblies(&self, runtime: Runtime) -> Result<Vec<Assembly>, Refusal> {
         let watches_alone = is_told_no_stops(runtime);
+        // vLLM looks for stop strings behind `min_tokens` only. To the others these are tokens without one that ends the turn.
+        let heeds_fewest = runtime == Runtime::Vllm;
         let (asked, sampling) = (&self.asked, &self.asked.sampling);
         let tools = tools_of(self.request.generation());
         let mut assemblies = Vec::new();
@@ -236,6 +238,7 @@ impl Prepared {
                 let reader = Box::new(Reader::new(self.model.parsers, &task));
                 let rules = SampleRules {
                     stop: sampling.stop.clone(),
+                    stops_behind: if heeds_fewest { sampling.min_tokens.unwrap_or(0) } else { 0 },
                     stop_token_ids: sampling.stop_token_ids.clone(),
                     ignore_eos: sampling.ignore_eos,
                     keep_stop: sampling.keep_stop,
@@ -256,8 +259,8 @@ impl Prepared {
         Ok(assemblies)
     }
 
-    /// Begins the answer.
-    pub(super) fn begin_answer(&self, job: &Job<'_>) -> Box<dyn Answer> {
+    /// Begins the answer, which comes from weights of this version, if the engine has said one.
+    pub(super) fn begin_answer(&self, job: &Job<'_>, weight_version: Option<&str>) -> Box<dyn Answer> {
         let generation = self.request.generation();
         let prefix = api_of(job.request.route).map_or("", Api::id_prefix);
         let minted = || format!("{prefix}{}", Uuid::now_v7().simple());
@@ -268,7 +271,7 @@ impl Prepared {
             created: smg_net::unix_millis() / 1000,
             model: generation.model.clone().unwrap_or_else(|| job.model.to_string()),
             prompt_tokens: self.prompts.iter().map(|prompt| u32::try_from(prompt.ids.len()).unwrap_or(u32::MAX)).sum(),
-            weight_version: None,
+            weight_version: weight_version.map(str::to_owned),
         };
         self.request.answer(origin, self.echoed.clone())
     }

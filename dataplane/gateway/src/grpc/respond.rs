@@ -57,7 +57,7 @@ pub(super) async fn answer(
 ) -> Result<Response<Body>, Failed> {
     let assemblies =
         request.assemblies(worker.engine()).map_err(|refusal| Failed::gateway(GatewayError::Refused(refusal), None))?;
-    let mut output = Output::new(job, request, (assemblies, running), timing, scope.take());
+    let mut output = Output::new(job, request, (assemblies, running), timing, worker, scope.take());
     let streamed = request.generation().stream;
     let body = if streamed {
         let keep_alive = Some(job.core.options.sse_keep_alive).filter(|period| !period.is_zero());
@@ -80,7 +80,7 @@ pub(super) async fn answer(
 /// Answers a request for no tokens at all: the prompt is counted.
 pub(super) fn nothing(job: &Job<'_>, request: &Prepared, scope: &mut Option<Scope>) -> Response<Body> {
     let (generation, mut body) = (request.generation(), BytesMut::new());
-    let mut answer = request.begin_answer(job);
+    let mut answer = request.begin_answer(job, None);
     answer.start(&mut body);
     let prompts = request.prompts.iter().flat_map(|prompt| {
         let tokens = u32::try_from(prompt.ids.len()).unwrap_or(u32::MAX);
@@ -145,9 +145,10 @@ impl Output {
         request: &Arc<Prepared>,
         (samples, running): (Vec<Assembly>, Vec<Running>),
         timing: Timing,
+        worker: &RoutedWorker,
         scope: Option<Scope>,
     ) -> Self {
-        let mut answer = request.begin_answer(job);
+        let mut answer = request.begin_answer(job, worker.record.label("weight_version"));
         let mut written = BytesMut::new();
         answer.start(&mut written);
         let backend = scope.as_ref().map_or("pd", |scope| scope.backend().as_str());
@@ -176,7 +177,10 @@ impl Output {
         }
         match ready!(self.running.poll_next_unpin(cx)) {
             Some(Ok((sample, message))) => {
-                self.take(sample, message).map_err(|failure| (Part::Decode, failure))?;
+                let (before, last) = message.by_token();
+                for message in before.into_iter().map(Message::Chunk).chain([last]) {
+                    self.take(sample, message).map_err(|failure| (Part::Decode, failure))?;
+                }
                 Poll::Ready(Ok(self.unfinished > 0))
             }
             Some(Err(failed)) => Poll::Ready(Err(failed)),

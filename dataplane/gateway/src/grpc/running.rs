@@ -1,8 +1,8 @@
 //! A dispatch that runs: its output leg, and beside it the prefill leg until that has ended.
 //!
-//! Both legs are read at the same time. Nothing of the prefill's output is passed on, but what only the prefill knows is put into the end of
-//! the output: how much of the prompt its cache had (a decode engine reports the transferred prompt as cached), and the log probabilities of
-//! the prompt. An end that comes before the prefill has said so waits for it, but not long.
+//! Both legs are read at the same time. Nothing of the prefill's output is passed on, but what only the prefill knows is put into the output:
+//! how much of the prompt its cache had (a decode engine reports the transferred prompt as cached), and the log probabilities of the prompt,
+//! which a decode engine has not computed. An end that comes before the prefill has said so waits for it, but not long.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -44,6 +44,8 @@ pub struct Running {
     /// The prefill, until its stream has ended.
     prefill: Option<Leg<Message>>,
     report: PrefillReport,
+    /// Samples that have been given the prompt's log probabilities.
+    given: Vec<u32>,
     output: Leg<Message>,
     part: Part,
     /// The first message of the output.
@@ -65,6 +67,7 @@ impl Running {
         Self {
             prefill: None,
             report: PrefillReport::default(),
+            given: Vec::new(),
             output,
             part,
             first: Some(first),
@@ -100,14 +103,24 @@ impl Running {
         Ok(())
     }
 
+    /// The log probabilities of the prompt for a sample: the prefill's, once; if it told none, those of the output leg.
+    fn prompt_logprobs(&mut self, sample: u32, own: Option<PromptLogprobs>) -> Option<PromptLogprobs> {
+        match &self.report.prompt_logprobs {
+            None => own,
+            Some(_) if self.given.contains(&sample) => None,
+            Some(logprobs) => {
+                self.given.push(sample);
+                Some(logprobs.clone())
+            }
+        }
+    }
+
     /// The end of a sample, with what the prefill knows of it.
     fn completed(&mut self, mut complete: Complete) -> Output {
         if let Some(cached) = self.report.cached_tokens {
             complete.usage.cached_tokens = cached;
         }
-        if complete.prompt_logprobs.is_none() {
-            complete.prompt_logprobs = self.report.prompt_logprobs.take();
-        }
+        complete.prompt_logprobs = self.prompt_logprobs(complete.index, complete.prompt_logprobs);
         Ok((self.base.saturating_add(complete.index), Message::Complete(complete)))
     }
 }
@@ -141,8 +154,7 @@ impl Stream for Running {
                 if let Some(cached) = this.report.cached_tokens {
                     chunk.usage.cached_tokens = cached;
                 }
-                let logprobs = this.report.prompt_logprobs.take();
-                chunk.prompt_logprobs = chunk.prompt_logprobs.or(logprobs);
+                chunk.prompt_logprobs = this.prompt_logprobs(chunk.index, chunk.prompt_logprobs);
                 Poll::Ready(Some(Ok((this.base.saturating_add(chunk.index), Message::Chunk(chunk)))))
             }
             Some(Ok(Message::Complete(complete))) if this.prefill.is_some() => {

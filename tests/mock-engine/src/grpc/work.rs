@@ -361,8 +361,11 @@ impl<'a> Tokens<'a> {
         let longest = self.job.stop.iter().map(String::len).max().unwrap_or(0);
         let new = vocabulary::bytes_of(token);
         self.tail.extend(new);
-        let excess = self.tail.len().saturating_sub(longest + new.len());
+        // What is found ends in the new text.
+        let excess = self.tail.len().saturating_sub(longest.saturating_sub(1) + new.len());
         self.tail.drain(..excess);
+        // A string counts from the token after the fewest on.
+        let may_stop = self.count > self.job.min_tokens;
         let found = self.job.stop.iter().find(|stop| memmem(&self.tail, stop.as_bytes())).filter(|_| may_stop);
         (token, found.map(|stop| Matched::Text(stop.clone())))
     }
@@ -416,7 +419,10 @@ fn logprobs(job: &Job, tokens: &[u32], top: usize) -> Logprobs {
 fn prompt_logprobs(job: &Job) -> Option<PromptLogprobs> {
     let (top, from) = (job.logprobs.unwrap_or(0), job.prompt_logprobs_from?);
     let tokens: Vec<u32> = job.prompt_ids.iter().skip(from).copied().collect();
-    let value = |(position, token): (usize, &u32)| (from + position > 0).then(|| logprob(job.prompt, *token));
+    // An engine that took the KV over has not computed the prompt, and knows nothing of its tokens.
+    let computed = !matches!(job.meeting, Meeting::Fetch { .. });
+    let value =
+        |(position, token): (usize, &u32)| (computed && from + position > 0).then(|| logprob(job.prompt, *token));
     Some(PromptLogprobs {
         values: tokens.iter().enumerate().map(value).collect(),
         top: if top == 0 { Vec::new() } else { tokens.iter().map(|token| candidates(job, *token, top)).collect() },

@@ -49,6 +49,31 @@ async fn a_leg_that_an_engine_refuses_answers_with_its_status_and_words() {
 }
 
 #[tokio::test]
+async fn a_prefill_that_breaks_off_after_its_first_reply_says_so_and_its_decode_is_not_aborted_at_once() {
+    for engine in [Engine::Sglang, Engine::Tokenspeed] {
+        let decode = builder(engine, Role::Decode).token_delay(Duration::from_millis(20)).start().await.unwrap();
+        let smg = Smg::launch(&["--disable-retries"]).await;
+        let pair = Pair::behind(smg, grpc(engine, Role::Prefill).await, decode).await;
+        pair.decode.set_max_running(Some(1));
+        let mut long = chat_stream();
+        long["max_tokens"] = json!(100_000);
+        let mut held = pair.smg.post(CHAT, &long).await.bytes_stream();
+        held.next().await.unwrap().unwrap();
+        // The decode takes the KV over and says nothing yet: its engine has no place for it.
+        pair.prefill.set_call_fault(CallFault::generate().fail_after(1, Code::Internal, "late").times(1));
+        assert_refused(&pair.smg, CHAT, &chat_stream(), 500, "prefill_stream_error").await;
+        assert_eq!(pair.smg.metric("smg_grpc_legs", &[("leg", "decode")]).await, 2.0, "{engine:?}");
+        assert!(pair.decode.aborts().is_empty(), "{engine:?}");
+        drop(held);
+        pair.is_clean().await;
+        let call = pair.decode.calls()[1].clone();
+        assert_eq!(call.end, Some(CallEnd::Aborted), "{engine:?}");
+        let abort = pair.decode.aborts().into_iter().find(|abort| abort.request_id == call.request_id()).unwrap();
+        assert!(abort.at >= call.first_message_at.unwrap(), "{engine:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_failed_prefill_is_charged_to_the_prefill_alone() {
     for engine in PAIRS {
         let pair = Pair::of(engine, &["--disable-retries"]).await;

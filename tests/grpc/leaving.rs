@@ -107,6 +107,65 @@ async fn a_decode_that_ends_by_itself_after_the_client_left_is_not_aborted() {
     }
 }
 
+#[tokio::test]
+async fn a_client_that_leaves_a_sequential_dispatch_in_either_leg_leaves_nothing_behind() {
+    let decode = builder(Engine::Vllm, Role::Decode).token_delay(Duration::from_millis(20)).start().await.unwrap();
+    let pair = Pair::behind(Smg::launch(&[]).await, grpc(Engine::Vllm, Role::Prefill).await, decode).await;
+    let mut body = chat_stream();
+    body["max_tokens"] = json!(100_000);
+    let ask = || pair.smg.client.post(format!("{}{CHAT}", pair.smg.url)).json(&body).send();
+    pair.prefill.set_call_fault(CallFault::generate().hang().times(1));
+    tokio::select! {
+        _ = ask() => panic!("nobody answers"),
+        () = pair.arrived(&pair.prefill, 1) => {}
+    }
+    pair.is_clean().await;
+    assert_eq!((pair.prefill.calls()[0].end.clone(), pair.decode.calls().len()), (Some(CallEnd::Aborted), 0));
+
+    pair.decode.set_call_fault(CallFault::generate().delay(Duration::from_secs(1)).times(1));
+    let sent =
+        eventually("the decode leg is sent", || async { (pair.decode.call_count("Generate") == 1).then_some(()) });
+    tokio::select! {
+        _ = ask() => panic!("nobody answers"),
+        () = sent => {}
+    }
+    pair.arrived(&pair.decode, 1).await;
+    pair.is_clean().await;
+    let call = pair.decode.calls()[0].clone();
+    assert_eq!(call.end, Some(CallEnd::Aborted));
+    let abort = &pair.decode.aborts()[0];
+    assert!(abort.known && abort.at >= call.first_message_at.unwrap(), "not before its first reply");
+    assert_eq!(pair.smg.metric("smg_pd_orphaned_handoffs_total", &[]).await, 0.0, "the handoff was taken");
+}
+
+#[tokio::test]
+async fn a_handoff_that_no_decode_took_because_the_client_had_left_is_counted_and_named() {
+    let pair = Pair::of(Engine::Vllm, &[]).await;
+    let orphans = async || pair.smg.metric("smg_pd_orphaned_handoffs_total", &[]).await;
+    assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    pair.is_clean().await;
+    assert_eq!(orphans().await, 0.0, "this one was taken");
+    // Its last message comes, the end of its stream does not.
+    pair.prefill.set_call_fault(CallFault::generate().stall_after(1).times(1));
+    let request = pair.smg.client.post(format!("{}{CHAT}", pair.smg.url)).json(&chat_stream()).send();
+    let handed_over = eventually("the handoff comes", || async {
+        let calls = pair.prefill.calls();
+        calls.get(1).is_some_and(|call| call.messages == 1).then_some(())
+    });
+    tokio::select! {
+        _ = request => panic!("nobody answers"),
+        () = handed_over => {}
+    }
+    eventually("it is counted", || async { (orphans().await == 1.0).then_some(()) }).await;
+    let id = pair.prefill.calls()[1].request_id().to_owned();
+    assert!(pair.smg.log().lines().any(|line| line.contains("handoff") && line.contains(&id)));
+    assert_eq!(pair.decode.calls().len(), 1);
+    // That ends the stream.
+    pair.prefill.stop().await;
+    pair.is_clean().await;
+    assert_eq!(orphans().await, 1.0, "once");
+}
+
 /// Resident memory of a process, in KiB.
 fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();

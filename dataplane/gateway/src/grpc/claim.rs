@@ -139,15 +139,20 @@ impl Account<Message> for Holding {
     fn discarded(&mut self, reply: Message) {
         let Message::Complete(complete) = reply else { return };
         let Some(handoff) = complete.kv_transfer_params.filter(|_| self.part == Part::Prefill) else { return };
-        self.core.metrics.pd_orphaned_handoffs.inc();
-        let shown = handoff.get(..handoff.floor_char_boundary(512)).unwrap_or_default();
-        tracing::warn!(
-            target: SMG,
-            worker = %self.claim.worker().url,
-            kv_transfer_params = shown,
-            "no decode leg took this handoff: the prefill engine keeps its blocks until they expire"
-        );
+        note_orphan(&self.core, self.claim.worker(), &handoff);
     }
+}
+
+/// Tells of a handoff that no decode engine was told about.
+pub fn note_orphan(core: &Core, prefill: &RoutedWorker, handoff: &str) {
+    core.metrics.pd_orphaned_handoffs.inc();
+    let shown = handoff.get(..handoff.floor_char_boundary(512)).unwrap_or_default();
+    tracing::warn!(
+        target: SMG,
+        worker = %prefill.url,
+        kv_transfer_params = shown,
+        "no decode leg took this handoff: the prefill engine keeps its blocks until they expire"
+    );
 }
 
 impl Drop for Holding {

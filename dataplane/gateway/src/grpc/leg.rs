@@ -8,8 +8,8 @@
 //! * a leg whose reader left is aborted: a prefill or a lone worker at once; a decode after its first reply or [`DEFERRAL`], whichever is
 //!   first, because its engine may be in the middle of a transfer; a decode whose prefill never started, and which therefore receives
 //!   nothing, at once too;
-//! * a leg that ended by itself, or whose output is complete, is not aborted; one whose stream broke off on the way, or cannot be read, is:
-//!   its engine goes on;
+//! * a leg that ended by itself, or whose output is complete, is not aborted; one whose stream broke off on the way, or cannot be read, or of
+//!   whose samples the engine failed one, is: its engine goes on;
 //! * an abort that overtook its request would be lost, so it is repeated as long as the engine keeps the stream open.
 //!
 //! Invariants
@@ -135,6 +135,13 @@ impl<R> Leg<R> {
         self.replies.poll_recv(cx)
     }
 
+    /// What the engine has said and nobody has read. The leg ends with it.
+    pub fn unread(&mut self) -> impl Iterator<Item = Result<R, LegFailure>> {
+        let replies = &mut self.replies;
+        replies.close();
+        std::iter::from_fn(move || replies.try_recv().ok())
+    }
+
     /// Ends the leg although its engine may not have answered: nothing is being transferred to it.
     pub fn give_up(self) {
         self.at_once.store(true, Ordering::Release);
@@ -205,7 +212,7 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
         let stopped = self.relay(&sender).await;
         self.set_sure(false);
         match stopped {
-            Stopped::Failed(failure) if failure.leaves_engine_running() => {
+            Stopped::Failed(failure) if failure.leaves_engine_running(self.unfinished) => {
                 tokio::join!(async { drop(sender.send(Err(failure)).await) }, self.abort_unseen());
             }
             // What the leg holds is given back before its reader learns that it is over: the next leg finds room, and the breaker knows.
@@ -343,7 +350,7 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
                 self.account.discarded(reply);
                 Waited::Goes
             }
-            Some(Err(failure)) if failure.leaves_engine_running() => Waited::Lost,
+            Some(Err(failure)) if failure.leaves_engine_running(self.unfinished) => Waited::Lost,
             Some(Err(_)) | None => Waited::Ended,
         }
     }
@@ -368,7 +375,7 @@ impl<E: Exchange, A: Account<E::Reply>> Supervisor<E, A> {
                 }
                 next = self.source.next() => match next {
                     Some(Ok(reply)) => self.account.discarded(reply),
-                    Some(Err(failure)) if failure.leaves_engine_running() && !called => {
+                    Some(Err(failure)) if failure.leaves_engine_running(self.unfinished) && !called => {
                         self.account.aborted(matches!(call.await, Ok(Ok(()))));
                         return false;
                     }

@@ -120,6 +120,10 @@ struct Playing {
 
 impl Playing {
     fn start(part: Part, obeys: bool) -> Self {
+        Self::of(part, obeys, 1)
+    }
+
+    fn of(part: Part, obeys: bool, samples: u32) -> Self {
         let (line, lines) = unbounded_channel();
         let (line, journal) = (Arc::new(Mutex::new(Some(line))), Journal::new());
         let closing = CancellationToken::new();
@@ -128,7 +132,7 @@ impl Playing {
             exchange,
             account: Held(journal.clone()),
             part,
-            samples: 1,
+            samples,
             deadline: Instant::now() + Duration::from_secs(600),
             closing: closing.clone(),
         };
@@ -184,7 +188,7 @@ async fn a_decode_that_stays_silent_is_aborted_after_thirty_seconds_and_holds_it
 
 #[tokio::test(start_paused = true)]
 async fn a_decode_that_ends_by_itself_is_not_aborted() {
-    for last in [Some(Ok(Said(true))), Some(Err(LegFailure::engine("gone"))), None] {
+    for last in [Some(Ok(Said(true))), Some(Err(LegFailure::sample("gone"))), None] {
         let playing = Playing::start(Part::Decode, true);
         drop(playing.leg);
         tokio::time::sleep(Duration::from_secs(2)).await;
@@ -241,7 +245,7 @@ async fn a_complete_output_is_never_aborted() {
 async fn what_a_leg_holds_is_given_back_before_its_reader_learns_the_end() {
     for (line, kind) in [
         (Some(Ok(Said(true))), None),
-        (Some(Err(LegFailure::engine("no"))), Some(FailureKind::Engine)),
+        (Some(Err(LegFailure::sample("no"))), Some(FailureKind::Sample)),
         (None, Some(FailureKind::Incomplete)),
     ] {
         let mut playing = Playing::start(Part::Prefill, true);
@@ -277,6 +281,31 @@ async fn an_engine_whose_stream_broke_or_cannot_be_read_is_told_to_stop_and_hold
     playing.line.lock().as_ref().unwrap().send(Err(LegFailure::broken("no message of this engine"))).unwrap();
     playing.task.await.unwrap();
     assert_eq!(*playing.journal.events.lock(), [Event::Abort(3), Event::Over(3)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_that_failed_one_of_several_samples_is_told_to_stop_with_the_others() {
+    let mut playing = Playing::of(Part::Decode, false, 2);
+    playing.say(Ok(Said(false)));
+    playing.say(Err(LegFailure::sample("no KV")));
+    assert_eq!(playing.leg.next().await, Some(Ok(Said(false))));
+    assert_eq!(playing.leg.next().await.unwrap().unwrap_err().kind, FailureKind::Sample);
+    playing.task.await.unwrap();
+    let events = playing.journal.events.lock();
+    assert_eq!(*events, [Event::Answered, Event::Failed(FailureKind::Sample), Event::Abort(0), Event::Over(0)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nobody_has_read_of_a_leg_can_be_looked_at_when_it_ends() {
+    let mut playing = Playing::start(Part::Prefill, true);
+    playing.say(Ok(Said(false)));
+    playing.say(Ok(Said(true)));
+    assert_eq!(playing.leg.next().await, Some(Ok(Said(false))));
+    settle().await;
+    assert_eq!(playing.leg.unread().collect::<Vec<_>>(), [Ok(Said(true))]);
+    playing.hang_up();
+    playing.task.await.unwrap();
+    assert_eq!(playing.journal.aborts(), [] as [u64; 0]);
 }
 
 #[tokio::test(start_paused = true)]

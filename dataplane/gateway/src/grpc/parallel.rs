@@ -1,8 +1,9 @@
 //! Parallel dispatch: both legs at once around a rendezvous (SMG PD docs, "Parallel Dispatch (SGLang, TokenSpeed)").
 //!
-//! The first leg that fails before it answered ends the dispatch. When that is the prefill, the decode has nothing to receive and is aborted
-//! at once; when it is the decode, the prefill is. When both fail at the same time the prefill's error is the client's: the decode's is most
-//! likely the consequence.
+//! The first leg that fails before both have answered ends the dispatch. When that is a prefill that never answered, the decode has nothing to
+//! receive and is aborted at once; a prefill that breaks off later may be in the middle of its transfer, and the decode's abort waits as
+//! ever. When it is the decode, the prefill is aborted at once. When both fail at the same time the prefill's error is the client's: the
+//! decode's is most likely the consequence.
 
 use std::time::Instant;
 
@@ -13,6 +14,7 @@ use smg_fleet::Runtime;
 use super::claim::Claim;
 use super::dispatch::{Attempt, Share, Side};
 use super::leg::Leg;
+use super::refusal::Refusal;
 use super::running::{PrefillReport, Running};
 use super::status::LegFailure;
 use crate::dispatch::Failed;
@@ -54,6 +56,9 @@ pub(super) async fn run(
         match lost {
             Step::Prefill => job.note(|attempt, now| attempt.prefill_head_ms = attempt.prefill_head_ms.or(Some(now))),
             Step::Decode => job.note(|attempt, now| attempt.decode_head_ms = attempt.decode_head_ms.or(Some(now))),
+            Step::PrefillFailed(failure) if answers.prefilled => {
+                return Err(attempt.failed(prefill, Refusal::prefill_stream(&failure)));
+            }
             Step::PrefillFailed(failure) => {
                 decode_leg.give_up();
                 return Err(attempt.not_started(prefill, &failure));

@@ -1,8 +1,10 @@
 //! Sequential dispatch: prefill, then decode with what it handed over (SMG PD docs, "Sequential Dispatch (vLLM)").
 //!
-//! The prefill's leg is over before the decode's begins, so a failed prefill never reaches the decode worker, nor its breaker. Between the
-//! end of one and the start of the other nothing is awaited: a handoff that came is a handoff that is taken.
+//! The prefill's leg is over before the decode's begins, so a failed prefill never reaches the decode worker, nor its breaker. A handoff that
+//! came is a handoff that is taken, or, when the client left or the decode's rooms were lost before its leg was sent, told of: the prefill
+//! engine holds its blocks for a decode that never comes.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use http::StatusCode;
@@ -12,19 +14,35 @@ use smg_services::engines::vllm::GenerateRequest;
 use smg_telemetry::{ROUTERS, SMG};
 use uuid::Uuid;
 
-use super::claim::Claim;
+use super::claim::{Claim, note_orphan};
 use super::client::EngineRequest;
 use super::dispatch::{Attempt, Share, Side};
 use super::leg::Leg;
 use super::refusal::Refusal;
 use super::running::{PrefillReport, Running};
 use super::status::LegFailure;
+use crate::core::Core;
 use crate::dispatch::Failed;
+use crate::fleet::worker::RoutedWorker;
 
-/// What a prefill left behind.
-struct Prefilled {
-    report: PrefillReport,
+/// A prefill leg, and the handoff that it brought and nobody has taken yet.
+struct Prefilling {
+    core: Arc<Core>,
+    worker: Arc<RoutedWorker>,
+    leg: Leg<Message>,
     handoff: Option<String>,
+}
+
+impl Drop for Prefilling {
+    fn drop(&mut self) {
+        let unread = self.leg.unread().filter_map(|reply| match reply {
+            Ok(Message::Complete(complete)) => complete.kv_transfer_params,
+            _ => None,
+        });
+        if let Some(handoff) = unread.last().or_else(|| self.handoff.take()) {
+            note_orphan(&self.core, &self.worker, &handoff);
+        }
+    }
 }
 
 /// A dispatch whose prefill has been sent.
@@ -33,7 +51,7 @@ pub(super) struct Begun<'a> {
     share: &'a Share,
     request: GenerateRequest,
     plan: Plan,
-    leg: Leg<Message>,
+    prefilling: Prefilling,
     started: Instant,
 }
 
@@ -65,26 +83,33 @@ pub(super) fn begin<'a>(
     let started = Instant::now();
     let leg = EngineRequest::Vllm(Box::new(vllm::prefill_leg(&request, &plan, worker.dp_rank)));
     let leg = attempt.start((prefill, claim), share, leg, 1, None);
-    Ok(Begun { prefill, share, request, plan, leg, started })
+    let (core, worker) = (Arc::clone(attempt.job.core), Arc::clone(worker));
+    let prefilling = Prefilling { core, worker, leg, handoff: None };
+    Ok(Begun { prefill, share, request, plan, prefilling, started })
 }
 
 impl Begun<'_> {
     /// Waits for the prefill, sends the decode and waits until that has answered.
     pub(super) async fn finish(self, attempt: &Attempt<'_>, claim: Claim) -> Result<Running, Failed> {
-        let Self { prefill, share, request, plan, leg, started } = self;
+        let Self { prefill, share, request, plan, mut prefilling, started } = self;
         let (job, decode) = (attempt.job, &attempt.output);
         let (metrics, worker) = (&job.core.metrics, &prefill.worker);
         let mode = worker.connector.mode_label();
-        let Prefilled { report, handoff } = drain(attempt, prefill, leg).await?;
+        let report = prefilling.drain(attempt, prefill).await?;
         let drained = Instant::now();
-        if plan.source == HandoffSource::Expected && handoff.is_none() {
+        if let HandoffSource::Minted(params) = &plan.source {
+            prefilling.handoff = Some(params.clone());
+        }
+        if plan.source == HandoffSource::Expected && prefilling.handoff.is_none() {
             metrics.pd_kv_transfer_failures.inc();
             let worker = &worker.url;
             tracing::warn!(target: SMG, %worker, "a NIXL prefill returned no kv_transfer_params: decode recomputes the prompt");
         }
         let handed_over = match &plan.source {
-            HandoffSource::Expected | HandoffSource::Optional => handoff.is_some(),
-            HandoffSource::Minted(_) | HandoffSource::Legacy { .. } => true,
+            HandoffSource::Expected | HandoffSource::Optional | HandoffSource::Minted(_) => {
+                prefilling.handoff.is_some()
+            }
+            HandoffSource::Legacy { .. } => true,
             HandoffSource::None => false,
         };
         let request_id = &share.request_id;
@@ -94,9 +119,10 @@ impl Begun<'_> {
             attempt.kv_handoff = Some(handed_over);
             attempt.decode_sent_ms = attempt.decode_sent_ms.or(Some(now));
         });
+        claim.dispatch().map_err(|shed| attempt.shed(decode, shed))?;
+        let handoff = prefilling.handoff.take();
         let request = vllm::decode_leg(request, &plan.source, handoff, decode.worker.dp_rank);
         let request = EngineRequest::Vllm(Box::new(request));
-        claim.dispatch().map_err(|shed| attempt.shed(decode, shed))?;
         let mut output = attempt.start((decode, &claim), share, request, share.samples, None);
         drop(claim);
         let dispatched = Instant::now();
@@ -112,24 +138,26 @@ impl Begun<'_> {
     }
 }
 
-/// Reads a prefill to its end.
-async fn drain(attempt: &Attempt<'_>, side: &Side, mut leg: Leg<Message>) -> Result<Prefilled, Failed> {
-    let mut prefilled = Prefilled { report: PrefillReport::default(), handoff: None };
-    let mut answered = false;
-    while let Some(reply) = leg.next().await {
-        let mut message = match reply {
-            Ok(message) => message,
-            Err(failure) if answered => return Err(attempt.failed(side, Refusal::prefill_stream(&failure))),
-            Err(failure) => return Err(attempt.not_started(side, &failure)),
-        };
-        if !answered {
-            answered = true;
-            attempt.job.note(|attempt, now| attempt.prefill_head_ms = attempt.prefill_head_ms.or(Some(now)));
+impl Prefilling {
+    /// Reads the prefill to its end.
+    async fn drain(&mut self, attempt: &Attempt<'_>, side: &Side) -> Result<PrefillReport, Failed> {
+        let mut report = PrefillReport::default();
+        let mut answered = false;
+        while let Some(reply) = self.leg.next().await {
+            let mut message = match reply {
+                Ok(message) => message,
+                Err(failure) if answered => return Err(attempt.failed(side, Refusal::prefill_stream(&failure))),
+                Err(failure) => return Err(attempt.not_started(side, &failure)),
+            };
+            if !answered {
+                answered = true;
+                attempt.job.note(|attempt, now| attempt.prefill_head_ms = attempt.prefill_head_ms.or(Some(now)));
+            }
+            if let Message::Complete(complete) = &mut message {
+                self.handoff = complete.kv_transfer_params.take();
+            }
+            report.note(message);
         }
-        if let Message::Complete(complete) = &mut message {
-            prefilled.handoff = complete.kv_transfer_params.take();
-        }
-        prefilled.report.note(message);
+        if answered { Ok(report) } else { Err(attempt.not_started(side, &LegFailure::timed_out())) }
     }
-    if answered { Ok(prefilled) } else { Err(attempt.not_started(side, &LegFailure::timed_out())) }
 }

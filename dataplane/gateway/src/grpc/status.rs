@@ -45,6 +45,8 @@ pub struct LegFailure {
 pub enum FailureKind {
     /// The engine refused or failed the request.
     Engine,
+    /// The engine failed one sample of the request.
+    Sample,
     /// There is no connection to the worker.
     Unreachable,
     /// The connection broke, or what came over it makes no sense.
@@ -103,9 +105,9 @@ impl LegFailure {
         Self::new(FailureKind::Broken, StatusCode::BAD_GATEWAY, message)
     }
 
-    /// The engine failed the request itself.
-    pub fn engine(message: impl Into<String>) -> Self {
-        Self::new(FailureKind::Engine, StatusCode::INTERNAL_SERVER_ERROR, message)
+    /// The engine failed a sample of the request itself.
+    pub fn sample(message: impl Into<String>) -> Self {
+        Self::new(FailureKind::Sample, StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
     /// The engine ended its stream before its output was complete.
@@ -119,9 +121,14 @@ impl LegFailure {
         Self::new(FailureKind::TimedOut, StatusCode::GATEWAY_TIMEOUT, "the worker did not answer in time")
     }
 
-    /// Whether the engine may go on with the request: what broke is the way from it to here.
-    pub fn leaves_engine_running(&self) -> bool {
-        self.kind == FailureKind::Broken
+    /// Whether the engine may go on with the request, of which so many samples had not ended: what broke is the way from it to here, or it
+    /// failed one of several.
+    pub fn leaves_engine_running(&self, unfinished: u32) -> bool {
+        match self.kind {
+            FailureKind::Broken => true,
+            FailureKind::Sample => unfinished > 1,
+            _ => false,
+        }
     }
 
     /// The `error_type` label of `smg_worker_errors_total`.
@@ -133,7 +140,7 @@ impl LegFailure {
 impl From<ReadError> for LegFailure {
     fn from(error: ReadError) -> Self {
         match error {
-            ReadError::EngineFailed => Self::engine(error.to_string()),
+            ReadError::EngineFailed => Self::sample(error.to_string()),
             _ => Self::broken(error.to_string()),
         }
     }

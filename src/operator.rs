@@ -183,7 +183,11 @@ impl Operator {
             };
             in_time(asked).await
         };
-        self.in_turn(question, whole).await
+        // A server that could not do it, or may not say, knows nothing of what another one did.
+        let settles = |(status, _): &(StatusCode, Bytes)| {
+            !matches!(*status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
+        };
+        self.in_turn(question, whole, settles).await
     }
 
     /// Sends a read whose answer goes on.
@@ -191,19 +195,23 @@ impl Operator {
     /// # Errors
     /// When nobody answers.
     pub async fn open(&self, question: &Question) -> Result<Response<Incoming>, AskError> {
-        self.in_turn(question, async |address: &str| in_time(self.send(question, address)).await).await
+        self.in_turn(question, async |address: &str| in_time(self.send(question, address)).await, |_| true).await
     }
 
+    /// Asks one server after the other, until one answers. After a silent one that may have done it, only an answer counts that `settles`
+    /// what became of it.
     async fn in_turn<T>(
         &self,
         question: &Question,
         ask: impl AsyncFn(&str) -> Result<T, Silence>,
+        settles: impl Fn(&T) -> bool,
     ) -> Result<T, AskError> {
         let mut unreachable = "no address is given".to_owned();
         let mut lost = None;
         for address in &self.addresses {
             match ask(address).await {
-                Ok(answer) => return Ok(answer),
+                Ok(answer) if lost.is_none() || settles(&answer) => return Ok(answer),
+                Ok(_) => {}
                 // Nothing was sent, or it was not looked at: another server may do it.
                 Err(Silence { unseen: true, why }) => unreachable = format!("{address}: {why}"),
                 Err(Silence { why, .. }) if question.method == Method::GET => unreachable = format!("{address}: {why}"),
@@ -255,4 +263,58 @@ fn describe(error: &dyn std::error::Error) -> String {
         cause = inner.source();
     }
     text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// A server that answers one request with this, or says nothing and closes.
+    async fn server(answer: Option<&'static str>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(async move {
+            let (mut connection, _) = listener.accept().await.unwrap();
+            let mut request = [0; 4096];
+            assert!(connection.read(&mut request).await.unwrap() > 0);
+            if let Some(status) = answer {
+                let head = format!("HTTP/1.1 {status}\r\ncontent-length: 2\r\n\r\n{{}}");
+                connection.write_all(head.as_bytes()).await.unwrap();
+            }
+        });
+        address
+    }
+
+    async fn put(addresses: Vec<String>) -> Result<StatusCode, AskError> {
+        let ways = Ways {
+            plain: Client::builder(TokioExecutor::new()).build(HttpConnector::new()),
+            members: None,
+            named: Client::builder(TokioExecutor::new()).build(worker_connector(HttpConnector::new(), None)),
+        };
+        let question = Question {
+            idempotency_key: Some(Uuid::from_u128(1)),
+            ..Question::new(Method::PUT, "/fleet/policies/m", Some(json!({})))
+        };
+        let operator = Operator { ways, addresses, bearer: None };
+        operator.ask(&question).await.map(|(status, _)| status)
+    }
+
+    #[tokio::test]
+    async fn what_a_silent_server_may_have_done_is_not_undone_by_another_that_could_not_do_it() {
+        for later in ["503 Service Unavailable", "401 Unauthorized", "403 Forbidden"] {
+            let asked = put(vec![server(None).await, server(Some(later)).await]).await;
+            assert!(matches!(asked, Err(AskError::Unknown(_))), "{later}: {asked:?}");
+        }
+        let asked = put(vec![server(None).await, server(Some("200 OK")).await]).await;
+        assert!(matches!(asked, Ok(StatusCode::OK)), "{asked:?}");
+        let asked = put(vec![server(None).await, server(Some("412 Precondition Failed")).await]).await;
+        assert!(matches!(asked, Ok(StatusCode::PRECONDITION_FAILED)), "{asked:?}");
+        let asked = put(vec![server(Some("503 Service Unavailable")).await]).await;
+        assert!(matches!(asked, Ok(StatusCode::SERVICE_UNAVAILABLE)), "{asked:?}");
+    }
 }

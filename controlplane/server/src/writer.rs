@@ -113,13 +113,47 @@ impl Writer {
     }
 
     async fn propose(&self, envelope: Envelope, deadline: Instant) -> Result<Outcome, StoreError> {
-        let unknown = || StoreError::Unknown("the store did not answer in time".to_owned());
+        // Once an attempt may have happened, "it did not" is no answer any more, whatever later ones come to.
+        let mut unknown = None;
         loop {
-            match timeout_at(deadline, self.store.propose(envelope.clone())).await {
-                Err(_) => return Err(unknown()),
-                Ok(Err(StoreError::Unknown(_))) if Instant::now() + RETRY_PAUSE < deadline => sleep(RETRY_PAUSE).await,
-                Ok(answer) => return answer,
+            let attempt = timeout_at(deadline, self.store.propose(envelope.clone())).await;
+            match attempt.unwrap_or_else(|_| Err(StoreError::Unknown("the store did not answer in time".to_owned()))) {
+                Err(StoreError::Unknown(why)) if Instant::now() + RETRY_PAUSE < deadline => {
+                    unknown = Some(why);
+                    sleep(RETRY_PAUSE).await;
+                }
+                Err(error) => return Err(unknown.map_or(error, StoreError::Unknown)),
+                Ok(outcome) => return Ok(outcome),
             }
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::testing::TestStore;
+    use smg_store::Leadership;
+
+    #[tokio::test]
+    async fn what_may_have_happened_is_never_said_not_to_have() {
+        let store = TestStore::new(Leadership::Leader);
+        let writer = Writer::new(store.clone(), Arc::new(Metrics::default()));
+        let write = || Write::of("test", Command::PutPolicy { model: "m".to_owned(), document: Box::default() });
+        let lost = || StoreError::Unknown("the leader is lost".to_owned());
+        let later = [
+            StoreError::Unavailable("no leader".to_owned()),
+            StoreError::Closed,
+            StoreError::Failed("disk".to_owned()),
+        ];
+        for error in later {
+            store.fail(vec![error.clone(), lost()]);
+            assert_eq!(writer.write(write()).await, Err(WriteError::Store(lost())), "then {error}");
+            store.fail(vec![error.clone()]);
+            assert_eq!(writer.write(write()).await, Err(WriteError::Store(error)));
+        }
+        store.fail(vec![lost()]);
+        assert!(writer.write(write()).await.is_ok(), "asked again, it is known");
     }
 }

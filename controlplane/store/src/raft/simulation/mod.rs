@@ -15,6 +15,7 @@
 //! ([`super::mutant`]) and in the gateways ([`Planted`]), each of which must be found.
 //!
 //! `SMG_SOAK=1 cargo nextest run -p smg-store simulation` runs it long and writes `docs/reports/cluster-simulation.md`;
+//! `SMG_SEEDS=N` makes that N seeds instead of 1,000;
 //! `SMG_MUTANT=NAME` plants one fault only;
 //! `SMG_SEED=N cargo nextest run -p smg-store one_seed --no-capture` shows one run, with `SMG_TRACE=1` message by message.
 

@@ -140,7 +140,12 @@ fn survive(budget: &Budget) -> Total {
     while budget.lasts(total.runs) {
         let seed = FIRST_SEED + total.runs;
         match violation(seed) {
-            Ok(run) => total.add(&run),
+            Ok(run) => {
+                total.add(&run);
+                if total.runs.is_multiple_of(50) {
+                    println!("{} runs in {:?}", total.runs, budget.began.elapsed());
+                }
+            }
             Err(reason) => panic!("seed {seed}: {reason}"),
         }
     }
@@ -183,7 +188,8 @@ fn every_planted_fault_is_found() {
 
 #[test]
 fn clusters_survive_everything_that_goes_wrong() {
-    let (least, seconds) = if soaking() { (1_000, 0) } else { (3, 20) };
+    let seeds = std::env::var("SMG_SEEDS").ok().and_then(|seeds| seeds.parse().ok());
+    let (least, seconds) = if soaking() { (seeds.unwrap_or(1_000), 0) } else { (3, 20) };
     let budget = Budget { began: Instant::now(), time: Duration::from_secs(seconds), least };
     let mut total = survive(&budget);
     println!("{} runs in {:?}: {total:?}", total.runs, budget.began.elapsed());

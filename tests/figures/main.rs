@@ -17,8 +17,8 @@ use reqwest::{Client, StatusCode};
 use serde_json::{Value, json};
 use smg_fleet::{Facts, Origin, WorkerId, WorkerSpec, WorkerType};
 use smg_state::{Command, Envelope};
-use smg_store::ClusterStore;
 use smg_store::raft::{RaftOptions, RaftStore};
+use smg_store::{ClusterStore, StoreError};
 use support::cluster::*;
 use support::*;
 use uuid::Uuid;
@@ -92,7 +92,14 @@ async fn prepared(workers: usize, padding: usize) -> Place {
             expected_revision: None,
             command,
         };
-        store.propose(envelope).await.unwrap().accepted().unwrap()
+        // On a starved machine the outcome may be unknown for a while.
+        loop {
+            match store.propose(envelope.clone()).await {
+                Ok(outcome) => return outcome.accepted().unwrap(),
+                Err(StoreError::Unknown(_)) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
     };
     let propose = &propose;
     let register = |n: usize| async move {

@@ -10,7 +10,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-etcd soak fuzz sdk prometheus bench e2e-grpc e2e-vllm e2e-vllm-grpc lint deny
+.PHONY: help demo test test-etcd soak admission fuzz sdk prometheus bench e2e-grpc e2e-vllm e2e-vllm-grpc lint deny
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,7 +37,11 @@ endif
 
 soak: ## Run every test in its long variant, then the fuzz targets; rewrites reports of docs/reports
 	SMG_SOAK=1 $(MAKE) test
+	$(MAKE) admission
 	$(MAKE) fuzz
+
+admission: ## Run a fleet under overload for eight minutes, with everything failing that can; rewrites docs/reports/admission.{md,svg}
+	SMG_ADMISSION=1 $(CARGO) test -p smg --locked --test fleet_admission -- --nocapture no_window_is_exceeded
 
 SECONDS ?= 600
 fuzz: ## Fuzz every target, SECONDS=600 each, two at a time (needs g++)

@@ -78,7 +78,8 @@ pub struct Smg {
     pub url: String,
     /// Port of the API.
     pub port: u16,
-    metrics_port: u16,
+    /// Port of the metrics.
+    pub metrics_port: u16,
     log: PathBuf,
     /// An HTTP client without redirects, proxies or retries.
     pub client: Client,

@@ -7,6 +7,7 @@
 //! * a report is answered only after the round that took it in was committed, one that says nothing new after the next round, if there is
 //!   one: an answer renews the gateway's lease, and must not renew one that the ledger has ended;
 //! * a lease ends here after it has ended at the gateway;
+//! * what anchors follow is what was used for a whole minute of this leader's;
 //! * nothing is concluded from an engine's count about requests that may still be under way to it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,7 +61,12 @@ pub struct Leader {
     heard: BTreeMap<String, Duration>,
     silent: BTreeSet<String>,
     zombies: BTreeMap<u64, Duration>,
+    /// When anchored slots followed use last, or this leader began.
+    followed: Option<Duration>,
 }
+
+/// Between two times at which anchored slots follow use.
+const FOLLOWS: Duration = Duration::from_secs(60);
 
 impl Leader {
     /// A new leader.
@@ -74,6 +80,7 @@ impl Leader {
             heard: BTreeMap::new(),
             silent: BTreeSet::new(),
             zombies: BTreeMap::new(),
+            followed: None,
         }
     }
 
@@ -82,14 +89,14 @@ impl Leader {
         self.events.push(event);
     }
 
-    /// A gateway reports; `sent` is when, on its own clock.
-    pub fn hear(&mut self, ledger: &Ledger, report: Report, sent: Duration, now: Duration) {
+    /// A gateway reports; `sent` is when, on its own clock. True if slots may move because of it, so that a round should come early.
+    pub fn hear(&mut self, ledger: &Ledger, report: Report, sent: Duration, now: Duration) -> bool {
         let stale = ledger.sessions().get(&report.gateway).is_some_and(|session| {
             session.is_replaced(report.process)
                 || (session.process == report.process && report.number <= session.number)
         });
         if stale {
-            return;
+            return false;
         }
         let known = ledger
             .sessions()
@@ -100,9 +107,11 @@ impl Leader {
         let answer = self.answers.entry((report.gateway.clone(), report.process)).or_insert(sent);
         *answer = sent.max(*answer);
         // That somebody is still there is nothing new: only time has to know, and time is not in the ledger.
+        let moves = known && ledger.moves(&report);
         if !known || !report.rows.is_empty() || report.leaving {
             self.events.push(Event::Report(report));
         }
+        moves
     }
 
     /// Whether reports are to be answered once the round is over.
@@ -130,6 +139,11 @@ impl Leader {
             } else if age > self.times.at_control_plane(self.times.float) && self.silent.insert(gateway.clone()) {
                 events.push(Event::FloatExpired(gateway.clone()));
             }
+        }
+        let followed = *self.followed.get_or_insert(now);
+        if now.saturating_sub(followed) >= FOLLOWS && !ledger.sessions().is_empty() {
+            self.followed = Some(now);
+            events.push(Event::AnchorsFollow);
         }
         self.silent.retain(|gateway| ledger.sessions().contains_key(gateway));
         let mut known = BTreeSet::new();

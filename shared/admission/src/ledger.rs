@@ -20,7 +20,7 @@ use crate::{ProcessId, WorkerKey};
 const REMEMBERED: usize = 16;
 
 /// What a gateway says of one worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ReportRow {
     /// The worker.
     pub worker: WorkerKey,
@@ -35,7 +35,7 @@ pub struct ReportRow {
 }
 
 /// What a gateway says.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Report {
     /// Its name.
     pub gateway: String,
@@ -66,6 +66,8 @@ pub enum Event {
     FloatExpired(String),
     /// The long lease of a gateway is over.
     AnchorExpired(String),
+    /// A minute is over since the last of these: anchored slots follow use.
+    AnchorsFollow,
     /// Nothing of these zombies can run any more: their requests' last deadline has passed.
     ZombiesEnded(WorkerKey, Vec<u64>),
     /// The engine has aborted everything of a replaced process, and what was under way has arrived since.
@@ -82,7 +84,7 @@ pub enum Event {
 }
 
 /// What a gateway is to be told of one worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Grant {
     /// The gateway.
     pub gateway: String,
@@ -101,7 +103,7 @@ pub struct Grant {
 }
 
 /// A gateway that is known.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Session {
     /// Which run of it.
     pub process: ProcessId,
@@ -122,7 +124,7 @@ impl Session {
 }
 
 /// The ledger.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Hash)]
 pub struct Ledger {
     pub(crate) sessions: BTreeMap<String, Session>,
     pub(crate) pools: BTreeMap<WorkerKey, Pool>,
@@ -192,6 +194,18 @@ impl Ledger {
         report.rows.iter().filter(exceeds).count()
     }
 
+    /// Whether slots are likely to move when this report is taken in: a gateway needs more than it may use and did not say so before, or
+    /// lets go of what others wait for.
+    pub fn moves(&self, report: &Report) -> bool {
+        report.rows.iter().any(|said| {
+            let Some(pool) = self.pools.get(&said.worker) else { return false };
+            let Some(row) = pool.rows.get(&report.gateway) else { return said.wants > 0 };
+            let needs = said.wants > row.limit && said.wants > row.wants + row.wants / 8;
+            let lets_go = said.applied == row.seq && row.share > row.limit.max(said.in_use);
+            needs || (lets_go && pool.rows.values().any(|other| other.wants > other.limit))
+        })
+    }
+
     /// Takes in what has happened, gives and takes slots, and says what to tell.
     pub fn round(&mut self, events: &[Event]) -> Round {
         self.rounds += 1;
@@ -254,6 +268,7 @@ impl Ledger {
                     touched.members = true;
                 }
             }
+            Event::AnchorsFollow => self.anchors_follow(touched),
             Event::ZombiesEnded(worker, ids) => {
                 self.change(*worker, touched, |pool| pool.end_zombies(|zombie| ids.contains(&zombie.id)));
             }
@@ -361,6 +376,16 @@ impl Ledger {
             touched.pools.insert(*worker);
         }
         touched.members = true;
+    }
+
+    fn anchors_follow(&mut self, touched: &mut Touched) {
+        let sessions = &self.sessions;
+        let hears = |gateway: &str| sessions.get(gateway).is_some_and(|session| session.heard);
+        for (worker, pool) in &mut self.pools {
+            pool.anchors_follow(hears, &mut self.counters, |gateway| {
+                touched.rows.insert((*worker, gateway.to_owned()));
+            });
+        }
     }
 
     /// Who belongs where, among the gateways that are heard of.

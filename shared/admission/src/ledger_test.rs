@@ -187,3 +187,51 @@ fn a_report_of_more_than_was_given_is_noticed() {
     };
     assert_eq!((says(8), says(9)), (0, 1));
 }
+
+#[test]
+fn what_is_anchored_follows_what_was_used_for_a_whole_minute_as_far_as_three_quarters() {
+    let mut ledger = with_window(32);
+    ledger.round(&[report("a", 1, 0, 1, None)]);
+    acknowledge(&mut ledger, "a", 32, 40);
+    ledger.round(&[Event::AnchorsFollow]);
+    assert_eq!(row(&ledger, "a").anchored_told, 16, "nobody knows yet what was used for a minute");
+    acknowledge(&mut ledger, "a", 32, 40);
+    let round = ledger.round(&[Event::AnchorsFollow]);
+    assert_eq!((round.grants[0].limit, round.grants[0].anchored), (32, 24));
+    // An idle moment, and what was anchored is an upper bound until the gateway knows.
+    acknowledge(&mut ledger, "a", 20, 20);
+    ledger.round(&[Event::AnchorsFollow]);
+    assert_eq!((row(&ledger, "a").anchored_told, row(&ledger, "a").anchored), (20, 24));
+    acknowledge(&mut ledger, "a", 0, 0);
+    assert_eq!(row(&ledger, "a").anchored, 20);
+    ledger.round(&[Event::AnchorsFollow]);
+    assert_eq!(row(&ledger, "a").anchored_told, 16);
+    // Who is not heard of keeps what it was told.
+    ledger.round(&[Event::FloatExpired("a".to_owned())]);
+    let before = ledger.clone();
+    assert_eq!(ledger.round(&[Event::AnchorsFollow]).grants, []);
+    assert_eq!(ledger.pools(), before.pools());
+}
+
+#[test]
+fn slots_move_when_somebody_needs_more_than_before_or_lets_go_of_what_others_wait_for() {
+    let mut ledger = with_window(32);
+    ledger.round(&[report("a", 1, 0, 1, None), report("b", 2, 0, 1, None)]);
+    let moves = |ledger: &Ledger, gateway: &str, in_use: u32, wants: u32| {
+        let (session, seq) = (&ledger.sessions()[gateway], row(ledger, gateway).seq);
+        match report(gateway, session.process, session.epoch, 99, Some((seq, in_use, wants))) {
+            Event::Report(report) => ledger.moves(&report),
+            _ => false,
+        }
+    };
+    acknowledge(&mut ledger, "a", 0, 0);
+    acknowledge(&mut ledger, "b", 16, 16);
+    assert!(!moves(&ledger, "a", 4, 4), "it has what it needs, and nobody waits for what it lets go");
+    assert!(moves(&ledger, "a", 16, 30));
+    acknowledge(&mut ledger, "b", 16, 40);
+    assert!(moves(&ledger, "a", 0, 0), "another one waits for what it lets go");
+    acknowledge(&mut ledger, "a", 16, 30);
+    acknowledge(&mut ledger, "b", 16, 40);
+    acknowledge(&mut ledger, "a", 16, 60);
+    assert!(!moves(&ledger, "a", 16, 62), "hardly more than before");
+}

@@ -6,7 +6,7 @@
 //! * [`window`]: the rooms of one decode worker as one gateway hands them out;
 //! * [`ledger`]: which gateway may use how many of them, as the control plane keeps it; [`pool`] is its part for one worker,
 //!   [`allocate`] divides, [`subset`] says who gets a part at all;
-//! * [`leader`]: when leases and deadlines are over, and what follows from what engines say;
+//! * [`leader`]: when leases and deadlines are over, and what follows from what engines say; [`pace`]: when it closes a round;
 //! * [`share`]: what a gateway may use, by what it was told and by how long ago that was.
 //!
 //! Two invariants carry the guarantee that an engine never runs more than its window, whatever is lost, delayed, repeated or dead:
@@ -17,6 +17,7 @@ pub mod allocate;
 pub mod leader;
 pub mod ledger;
 mod mutant;
+pub mod pace;
 pub mod pool;
 pub mod share;
 pub mod subset;
@@ -25,6 +26,7 @@ pub mod wire;
 
 pub use leader::{Answer, Deadlines, EngineCount, Leader};
 pub use ledger::{Event, Grant, Ledger, Report, ReportRow};
+pub use pace::Pace;
 pub use share::{Shares, Standing, Times, Update};
 pub use window::{Claim, Ticket, Window};
 

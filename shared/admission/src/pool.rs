@@ -17,7 +17,7 @@ use crate::ledger::ReportRow;
 use crate::mutant::{Mutant, planted};
 
 /// What one gateway may use of a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Row {
     /// Most slots that the gateway may use, for all that is known.
     pub share: u32,
@@ -35,10 +35,14 @@ pub struct Row {
     pub wants: u32,
     /// Whether it belongs to the worker, and so gets a part without asking.
     pub member: bool,
+    /// Slots in use at every report since anchored slots followed use last.
+    pub steady: u32,
+    /// What that came to then.
+    pub followed: u32,
 }
 
 /// Slots that may still be occupied by somebody who is not heard of.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Zombie {
     /// Names it; later ones have larger numbers.
     pub id: u64,
@@ -50,13 +54,14 @@ pub struct Zombie {
     pub process: ProcessId,
 }
 
-/// How much of a limit lasts without the control plane: half.
-fn anchored_part(limit: u32) -> u32 {
-    limit.div_ceil(2)
+/// How much of a limit lasts without the control plane: half, and up to three quarters of it where so many were `followed`, in use all the
+/// time.
+fn anchored_part(limit: u32, followed: u32) -> u32 {
+    limit.div_ceil(2).max(followed.min(limit - limit.div_ceil(4)))
 }
 
 /// The slots of one decode worker.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Hash)]
 pub struct Pool {
     /// What the engine runs at a time.
     pub window: u32,
@@ -116,7 +121,7 @@ impl Totals {
 }
 
 /// Counters that run through the whole ledger.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub(crate) struct Counters {
     pub(crate) seq: u64,
     pub(crate) zombie: u64,
@@ -152,6 +157,7 @@ impl Pool {
         let free = u64::from(self.window).saturating_sub(self.held() + u64::from(self.foreign));
         let row = self.rows.entry(gateway.to_owned()).or_default();
         (row.in_use, row.wants) = (report.in_use, report.wants.max(report.in_use));
+        row.steady = row.steady.min(report.in_use);
         if row.seq == 0 && report.in_use > row.share {
             // It was never told anything, by this ledger: what it runs was given to it by one that is lost.
             row.share += (report.in_use - row.share).min(u32::try_from(free).unwrap_or(u32::MAX));
@@ -229,6 +235,26 @@ impl Pool {
         self.zombies.retain(|zombie| zombie.slots > 0);
     }
 
+    /// Another minute is over: what is anchored of gateways that are heard of follows what they used all the time. Rows that changed are in
+    /// `told`.
+    pub(crate) fn anchors_follow(
+        &mut self,
+        hears: impl Fn(&str) -> bool,
+        counters: &mut Counters,
+        mut told: impl FnMut(&str),
+    ) {
+        for (gateway, row) in self.rows.iter_mut().filter(|(gateway, _)| hears(gateway)) {
+            (row.followed, row.steady) = (row.steady, row.in_use);
+            let anchored = anchored_part(row.limit, row.followed);
+            if anchored != row.anchored_told {
+                row.anchored_told = anchored;
+                row.anchored = row.anchored.max(anchored);
+                row.seq = Counters::next(&mut counters.seq);
+                told(gateway);
+            }
+        }
+    }
+
     /// Gives and takes slots. `hears` tells which gateways are heard of. Rows that changed are in `told`.
     pub(crate) fn settle(&mut self, hears: impl Fn(&str) -> bool, counters: &mut Counters, told: &mut Vec<String>) {
         let silent: u64 =
@@ -253,7 +279,7 @@ impl Pool {
             let slack = if somebody_starves || (!row.member && row.wants == 0) { 0 } else { (self.window / 20).max(1) };
             if row.limit.saturating_sub(*target) > slack {
                 row.limit = *target;
-                row.anchored_told = anchored_part(*target);
+                row.anchored_told = anchored_part(*target, row.followed);
                 if planted(Mutant::AnchorLoweredEarly) {
                     row.anchored = row.anchored_told;
                 }
@@ -284,7 +310,7 @@ impl Pool {
             }
             if grown > row.limit {
                 row.limit = grown;
-                row.anchored_told = anchored_part(grown);
+                row.anchored_told = anchored_part(grown, row.followed);
                 row.anchored = row.anchored.max(row.anchored_told);
                 row.seq = Counters::next(&mut counters.seq);
                 told.push(gateway.clone());

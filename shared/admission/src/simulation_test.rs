@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
 use crate::mutant::{Mutant, planted};
-use crate::{Deadlines, EngineCount, Event, Leader, Ledger, ProcessId, Report, Shares, Times, Update, WorkerKey};
+use crate::{Deadlines, EngineCount, Event, Leader, Ledger, Pace, ProcessId, Report, Shares, Times, Update, WorkerKey};
 
 /// Micro-seconds of simulated time.
 type Micros = u64;
@@ -102,6 +102,8 @@ fn leader(profile: Profile) -> Leader {
 #[derive(Debug)]
 enum Happens {
     Tick,
+    /// A round that somebody asked for.
+    Early,
     Keepalive(usize, ProcessId),
     Arrive(usize),
     /// A dispatch reaches its engine.
@@ -156,6 +158,8 @@ struct Simulation {
     gateways: Vec<Gateway>,
     ledger: Ledger,
     leader: Leader,
+    pace: Pace,
+    asked: Option<Duration>,
     control_plane_up: bool,
     cut_off: BTreeSet<usize>,
     windows: BTreeMap<WorkerKey, u32>,
@@ -199,6 +203,8 @@ impl Simulation {
             gateways,
             ledger: Ledger::default(),
             leader: leader(profile),
+            pace: Pace::new(Duration::from_micros(TICK), Duration::ZERO),
+            asked: None,
             control_plane_up: true,
             cut_off: BTreeSet::new(),
             engines: windows.keys().map(|worker| (*worker, BTreeMap::new())).collect(),
@@ -272,6 +278,11 @@ impl Simulation {
                     self.tick()?;
                 }
             }
+            Happens::Early => {
+                if self.control_plane_up && self.asked.is_some() {
+                    self.tick()?;
+                }
+            }
             Happens::Keepalive(gateway, process) => {
                 if self.gateways[gateway].up && self.gateways[gateway].process == process {
                     // Many reports only say that the gateway is there.
@@ -328,6 +339,7 @@ impl Simulation {
                 self.control_plane_up = true;
                 // A new leader: what was not committed is lost, and everything lasts its full time again.
                 self.leader = leader(self.profile);
+                self.asked = None;
             }
             Happens::Restart(gateway) => {
                 let process = self.gateways[gateway].process + 1;
@@ -434,7 +446,11 @@ impl Simulation {
         let silent = self.ledger.sessions().iter().find(|(name, session)| !session.heard && **name != report.gateway);
         let silent = silent.map(|(_, session)| session.process);
         let now = self.wall();
-        self.leader.hear(&self.ledger, report, sent, now);
+        if self.leader.hear(&self.ledger, report, sent, now) && self.asked.is_none() {
+            self.asked = Some(now);
+            let due = self.pace.due(self.asked).saturating_sub(now);
+            self.after(due.as_micros() as Micros, Happens::Early);
+        }
         let fence = replaced.or_else(|| silent.filter(|_| self.random.chance(0.1)));
         if let Some(process) = fence {
             for worker in self.windows.keys().copied().collect::<Vec<_>>() {
@@ -469,6 +485,8 @@ impl Simulation {
             Some(EngineCount { requests: engine.len() as u32, surely_heard: surely_heard.count() as u32 })
         };
         let events = self.leader.round(ledger, count, now);
+        self.pace.opened(now, !events.is_empty());
+        self.asked = None;
         let round = self.ledger.round(&events);
         for (worker, pool) in self.ledger.pools() {
             if pool.held() > u64::from(self.windows[worker]) {

@@ -2,10 +2,12 @@
 //!
 //! A step is one of: a gateway reports; one of its reports arrives, or is lost; the ledger closes a round; an answer arrives, late or out of
 //! order, or twice, or is lost; a request begins or ends; a lease ends at the gateway and after that in the ledger; a gateway is started
-//! again while requests of the process before go on; such a request ends. Time is not in it: the order of events is all that clocks decide.
+//! again while requests of the process before go on; such a request ends; anchored slots follow use. Time is not in it: the order of events
+//! is all that clocks decide. Nor is it in the numbers of reports, grants and sessions how long ago something was: what differs only in
+//! the size of numbers whose order is the same is the same world.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
@@ -40,7 +42,7 @@ impl Gateway {
     }
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 struct World {
     ledger: Ledger,
     gateways: [Gateway; 2],
@@ -48,6 +50,7 @@ struct World {
     answers: [Vec<(u64, Vec<Grant>)>; 2],
     restarts: u32,
     lapses: u32,
+    follows: u32,
 }
 
 impl World {
@@ -67,14 +70,63 @@ impl World {
         let mut ledger = Ledger::default();
         ledger.round(&[Event::Window(WORKER, Some(WINDOW))]);
         let gateways = [gateway(1), gateway(2)];
-        Self { ledger, gateways, reports: Default::default(), answers: Default::default(), restarts: 0, lapses: 0 }
+        let (reports, answers) = Default::default();
+        Self { ledger, gateways, reports, answers, restarts: 0, lapses: 0, follows: 0 }
+    }
+
+    fn round(&mut self, events: &[Event]) -> Vec<Grant> {
+        let grants = self.ledger.round(events).grants;
+        self.ledger.rounds = 0;
+        grants
+    }
+
+    /// Makes all numbers as small as their order allows.
+    fn renumber(&mut self) {
+        let Self { ledger, gateways, reports, answers, .. } = self;
+        let (mut seqs, mut epochs) = (vec![&mut ledger.counters.seq], vec![&mut ledger.counters.epoch]);
+        let mut zombies = vec![&mut ledger.counters.zombie];
+        let mut numbers: [Vec<&mut u64>; 2] = Default::default();
+        for pool in ledger.pools.values_mut() {
+            seqs.extend(pool.rows.values_mut().map(|row| &mut row.seq));
+            zombies.extend(pool.zombies.iter_mut().map(|zombie| &mut zombie.id));
+        }
+        for (name, session) in &mut ledger.sessions {
+            let index = usize::from(name == NAMES[1]);
+            epochs.push(&mut session.epoch);
+            numbers[index].push(&mut session.number);
+        }
+        for (index, gateway) in gateways.iter_mut().enumerate() {
+            seqs.push(&mut gateway.seq);
+            epochs.push(&mut gateway.epoch);
+            numbers[index].push(&mut gateway.number);
+        }
+        for (index, report) in
+            reports.iter_mut().enumerate().flat_map(|(index, all)| all.iter_mut().map(move |report| (index, report)))
+        {
+            epochs.push(&mut report.epoch);
+            numbers[index].push(&mut report.number);
+            seqs.extend(report.rows.iter_mut().map(|row| &mut row.applied));
+        }
+        for (epoch, grants) in answers.iter_mut().flatten() {
+            epochs.push(epoch);
+            for grant in grants {
+                epochs.push(&mut grant.epoch);
+                seqs.push(&mut grant.seq);
+            }
+        }
+        let [first, second] = numbers;
+        for mut numbers in [seqs, epochs, zombies, first, second] {
+            let order: BTreeSet<u64> = numbers.iter().map(|number| **number).filter(|number| *number > 0).collect();
+            for number in &mut numbers {
+                **number = order.range(..=**number).count() as u64;
+            }
+        }
     }
 
     /// What makes two worlds the same.
     fn name(&self) -> u64 {
-        let all = (&self.ledger, &self.gateways, &self.reports, &self.answers, self.restarts, self.lapses);
         let mut hasher = DefaultHasher::new();
-        format!("{all:?}").hash(&mut hasher);
+        self.hash(&mut hasher);
         hasher.finish()
     }
 
@@ -103,9 +155,11 @@ impl World {
         let mut then = |change: &dyn Fn(&mut World) -> bool| {
             let mut world = self.clone();
             if change(&mut world) {
+                world.renumber();
                 worlds.push(world);
             }
         };
+        then(&World::follow);
         for index in 0..2 {
             then(&|world| world.report(index));
             for wants in [0, WINDOW] {
@@ -155,7 +209,13 @@ impl World {
         if !again {
             self.reports[index].remove(message);
         }
-        let grants = self.ledger.round(&[Event::Report(report)]).grants;
+        let grants = self.round(&[Event::Report(report)]);
+        self.answer(&grants);
+        true
+    }
+
+    /// Answers that a round gives are under way.
+    fn answer(&mut self, grants: &[Grant]) {
         for (index, name) in NAMES.iter().enumerate() {
             let session = self.ledger.sessions().get(*name).filter(|session| session.heard);
             let own: Vec<Grant> = grants.iter().filter(|grant| grant.gateway == *name).cloned().collect();
@@ -166,7 +226,13 @@ impl World {
                 self.answers[index].push((session.epoch, own));
             }
         }
-        true
+    }
+
+    fn follow(&mut self) -> bool {
+        self.follows += 1;
+        let grants = self.round(&[Event::AnchorsFollow]);
+        self.answer(&grants);
+        self.follows <= 2
     }
 
     fn learn(&mut self, index: usize, message: usize, again: bool) -> bool {
@@ -221,7 +287,7 @@ impl World {
         let session = self.ledger.sessions().get(NAMES[index]);
         let may = !self.gateways[index].floats && session.is_some_and(|session| session.heard) && self.lapses > 0;
         if may {
-            self.ledger.round(&[Event::FloatExpired(NAMES[index].to_owned())]);
+            self.round(&[Event::FloatExpired(NAMES[index].to_owned())]);
         }
         may
     }
@@ -255,8 +321,8 @@ impl World {
 #[test]
 fn two_gateways_and_three_slots_whatever_happens_in_whatever_order() {
     let (depth, limit) = match std::env::var_os("SMG_SOAK") {
-        Some(_) => (10, Duration::from_secs(1200)),
-        None => (6, Duration::from_secs(20)),
+        Some(_) => (11, Duration::from_secs(1200)),
+        None => (7, Duration::from_secs(20)),
     };
     let began = std::time::Instant::now();
     let (mut known, mut front) = (HashSet::new(), vec![World::new()]);

@@ -125,6 +125,7 @@ pub fn event_to_pb(event: &Event) -> pb::Event {
         Event::Report(report) => Pb::Report(report_to_pb(report, Duration::ZERO)),
         Event::FloatExpired(gateway) => Pb::FloatExpired(gateway.clone()),
         Event::AnchorExpired(gateway) => Pb::AnchorExpired(gateway.clone()),
+        Event::AnchorsFollow => Pb::AnchorsFollow(pb::AnchorsFollow {}),
         Event::ZombiesEnded(worker, ids) => {
             Pb::ZombiesEnded(pb::ZombiesEnded { worker: bytes(*worker), ids: ids.clone() })
         }
@@ -148,6 +149,7 @@ pub fn event_from_pb(event: pb::Event) -> Result<Event, WireError> {
         Pb::Report(report) => Event::Report(report_from_pb(report)?.0),
         Pb::FloatExpired(gateway) => Event::FloatExpired(gateway),
         Pb::AnchorExpired(gateway) => Event::AnchorExpired(gateway),
+        Pb::AnchorsFollow(pb::AnchorsFollow {}) => Event::AnchorsFollow,
         Pb::ZombiesEnded(ended) => Event::ZombiesEnded(key(&ended.worker, "ended.worker")?, ended.ids),
         Pb::Fenced(fenced) => {
             Event::Fenced(key(&fenced.worker, "fenced.worker")?, key(&fenced.process, "fenced.process")?)
@@ -201,6 +203,8 @@ fn pool_to_pb(worker: u128, pool: &Pool) -> pb::Pool {
                 in_use: row.in_use,
                 wants: row.wants,
                 member: row.member,
+                steady: row.steady,
+                followed: row.followed,
             })
             .collect(),
         zombies: pool
@@ -240,7 +244,8 @@ fn pool_from_pb(pool: pb::Pool) -> Result<(u128, Pool), WireError> {
     let row = |row: pb::Row| {
         let (share, anchored, limit, anchored_told) = (row.share, row.anchored, row.limit, row.anchored_told);
         let (seq, in_use, wants, member) = (row.seq, row.in_use, row.wants, row.member);
-        (row.gateway, Row { share, anchored, limit, anchored_told, seq, in_use, wants, member })
+        let (steady, followed) = (row.steady, row.followed);
+        (row.gateway, Row { share, anchored, limit, anchored_told, seq, in_use, wants, member, steady, followed })
     };
     let zombie = |zombie: pb::Zombie| {
         let process = key(&zombie.process, "zombie.process")?;
@@ -265,7 +270,8 @@ mod tests {
             let gateway = "a".to_owned();
             Event::Report(Report { gateway, process, epoch: 0, number, rows, leaving: false, mark: 0 })
         };
-        let events = [Event::Window(7, Some(32)), Event::Foreign(7, 2), report(1, 1), report(2, 2)];
+        let follow = Event::AnchorsFollow;
+        let events = [Event::Window(7, Some(32)), Event::Foreign(7, 2), report(1, 1), follow, report(2, 2)];
         events.iter().for_each(|event| drop(ledger.round(std::slice::from_ref(event))));
         assert!(!ledger.pools()[&7].zombies().is_empty() || !ledger.pools()[&7].rows().is_empty());
         assert_eq!(ledger_from_pb(ledger_to_pb(&ledger)).unwrap(), ledger);
@@ -279,6 +285,7 @@ mod tests {
             Event::Foreign(2, 3),
             Event::FloatExpired("a".to_owned()),
             Event::AnchorExpired("b".to_owned()),
+            Event::AnchorsFollow,
             Event::ZombiesEnded(3, vec![1, 2]),
             Event::Fenced(4, 5),
             Event::Evidence { worker: 6, last: 7, occupied: 8 },

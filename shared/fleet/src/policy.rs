@@ -62,6 +62,17 @@ named! {
     }
 }
 
+named! {
+    /// What a gateway does with its slots of decode workers when the control plane was away for longer than the long lease of them.
+    ExpiredSlots {
+        /// It admits nothing more on them: no engine ever gets more than its window.
+        #[default]
+        Drain = "drain",
+        /// It serves on within them: it never stops, and slots may be another one's by then.
+        Hold = "hold",
+    }
+}
+
 /// Retry settings of a document.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -202,6 +213,9 @@ pub struct PolicyDocument {
     /// Whether the policy's choice of a data-parallel rank gives way to the rank of the same engine with the fewest tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dp_minimum_tokens: Option<bool>,
+    /// What becomes of slots of decode workers whose long lease is over. Fleet-wide: only the default document's is used.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expired_slots: Option<ExpiredSlots>,
 }
 
 named! {
@@ -320,6 +334,9 @@ impl PolicyDocument {
         }
         if self.dp_aware.is_some() && !model.is_empty() {
             return Err(PolicyError::FleetWide("dp_aware"));
+        }
+        if self.expired_slots.is_some() && !model.is_empty() {
+            return Err(PolicyError::FleetWide("expired_slots"));
         }
         if self.pd_admission_wait_secs.is_some_and(|secs| secs > MAX_ADMISSION_WAIT_SECS) {
             return Err(PolicyError::Range { field: "pd_admission_wait_secs", rule: "at most 86400" });

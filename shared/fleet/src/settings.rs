@@ -5,7 +5,7 @@
 
 use crate::overrides::{HealthOverride, ResilienceOverride};
 use crate::pairing::PairingMode;
-use crate::policy::{BreakerPolicy, ClientHandoffFields, PolicyDocument, PolicyName, RetryPolicy};
+use crate::policy::{BreakerPolicy, ClientHandoffFields, ExpiredSlots, PolicyDocument, PolicyName, RetryPolicy};
 use crate::protection::{Overload, PrefillAdmission};
 use crate::tuning::Tuning;
 
@@ -111,6 +111,7 @@ pub struct Settings {
     pub dp_aware: bool,
     pub pd_admission_wait_secs: u64,
     pub dp_minimum_tokens: bool,
+    pub expired_slots: ExpiredSlots,
 }
 
 impl Settings {
@@ -185,6 +186,7 @@ impl Settings {
             dp_aware: default.and_then(|document| document.dp_aware).unwrap_or(false),
             pd_admission_wait_secs: first(documents, |document| document.pd_admission_wait_secs).unwrap_or(30),
             dp_minimum_tokens: first(documents, |document| document.dp_minimum_tokens).unwrap_or(false),
+            expired_slots: default.and_then(|document| document.expired_slots).unwrap_or_default(),
         }
     }
 }

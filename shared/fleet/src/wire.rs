@@ -383,6 +383,7 @@ pub fn document_to_pb(document: &PolicyDocument) -> pb::PolicyDocument {
         dp_aware: document.dp_aware,
         pd_admission_wait_secs: document.pd_admission_wait_secs,
         dp_minimum_tokens: document.dp_minimum_tokens,
+        expired_slots: document.expired_slots.map(|slots| name(slots.as_str())),
     }
 }
 
@@ -400,7 +401,7 @@ fn named<T>(
 /// When a name is unknown.
 pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, WireError> {
     use crate::pairing::PairingMode;
-    use crate::policy::{ClientHandoffFields, PolicyName};
+    use crate::policy::{ClientHandoffFields, ExpiredSlots, PolicyName};
     Ok(PolicyDocument {
         policy: named(document.policy, PolicyName::from_name, "policy")?,
         prefill_policy: named(document.prefill_policy, PolicyName::from_name, "prefill_policy")?,
@@ -454,6 +455,7 @@ pub fn document_from_pb(document: pb::PolicyDocument) -> Result<PolicyDocument, 
         dp_aware: document.dp_aware,
         pd_admission_wait_secs: document.pd_admission_wait_secs,
         dp_minimum_tokens: document.dp_minimum_tokens,
+        expired_slots: named(document.expired_slots, ExpiredSlots::from_name, "expired_slots")?,
     })
 }
 

@@ -111,6 +111,7 @@ fn every_fleet_wide_flag_reaches_the_startup_policy() {
         client_handoff_fields: None,
         dp_aware: Some(true),
         dp_minimum_tokens: Some(true),
+        expired_slots: None,
         pd_admission_wait_secs: Some(23),
         retry: Some(RetryPolicy {
             max_retries: Some(2),

@@ -16,7 +16,6 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, Uri};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use smg_fleet::Revision;
@@ -63,7 +62,6 @@ struct Admin {
 pub(crate) fn router(service: Service, max_body_bytes: usize) -> Router {
     let admin = Admin { service, max_body_bytes };
     operations::router(false)
-        .route("/fleet/admission", get(admission::show))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(admin.clone(), access::authenticate))

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use smg_fleet::worker::WorkerPatch;
 use smg_fleet::{ClusterSettings, PolicyDocument, WorkerSpec};
 
-use super::{Admin, audit, backups, cluster, fleet, pairing, policies, settings, shapes, tokens, workers};
+use super::{Admin, admission, audit, backups, cluster, fleet, pairing, policies, settings, shapes, tokens, workers};
 
 /// Makes the schema of a type.
 type Shape = fn(&mut SchemaGenerator) -> Schema;
@@ -227,6 +227,8 @@ pub(super) fn operations() -> Vec<Operation> {
             .local().answers::<shapes::Whoami>(200),
         Operation::new("GET", "/fleet/gateways", "List the gateways of all members", fleet::gateways)
             .query(&[WATCH]).answers::<shapes::GatewayList>(200),
+        Operation::new("GET", "/fleet/admission", "Show the slots of decode workers, who holds them, and why", admission::show)
+            .answers::<admission::Shown>(200),
         Operation::new("GET", "/fleet/audit", "Show who changed what, newest first", audit::list)
             .query(AUDIT).answers::<shapes::AuditList>(200),
         Operation::new("GET", "/fleet/backup", "The whole state as one file", backups::show).local(),
@@ -347,6 +349,7 @@ mod tests {
         is::<shapes::Settings>(&plane, "/fleet/settings").await;
         is::<shapes::Whoami>(&plane, "/fleet/whoami").await;
         is::<shapes::GatewayList>(&plane, "/fleet/gateways").await;
+        is::<admission::Shown>(&plane, "/fleet/admission").await;
         is::<shapes::AuditList>(&plane, "/fleet/audit").await;
         is::<shapes::Revision>(&plane, "/fleet/revision").await;
         is::<shapes::Failure>(&plane, "/workers/7").await;

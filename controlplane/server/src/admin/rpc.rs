@@ -30,6 +30,7 @@ use tonic::{Code, Request, Response, Status};
 use uuid::Uuid;
 
 use super::access::{Identity, challenge, identify};
+use super::admission;
 use super::error::ApiError;
 use super::service::backup::Backup;
 use super::service::watch::{Batch, Followed, Object, Resume};
@@ -55,6 +56,7 @@ pub(super) fn as_rest(method: &str) -> Option<(&'static str, &'static str)> {
         "GetPairing" => ("GET", "/fleet/pairing"),
         "ExplainPairing" => ("POST", "/fleet/pairing/explain"),
         "ListGateways" => ("GET", "/fleet/gateways"),
+        "GetAdmission" => ("GET", "/fleet/admission"),
         "GetCluster" => ("GET", "/fleet/cluster"),
         "ChangeMembers" => ("POST", "/fleet/cluster"),
         "ListTokens" => ("GET", "/fleet/tokens"),
@@ -438,6 +440,11 @@ impl Admin for Rpc {
             gateways: gateways.iter().map(shown_gateway).collect(),
             unheard_members: unheard.collect(),
         }))
+    }
+
+    async fn get_admission(&self, request: Request<pb::ReadRequest>) -> Answer<pb::GetAdmissionResponse> {
+        let state = self.service.read(consistency(request.get_ref().stale)).await?;
+        Ok(Response::new(admission::shown(&state).into_pb(state.revision())))
     }
 
     async fn get_cluster(&self, request: Request<pb::ReadRequest>) -> Answer<pb::GetClusterResponse> {

@@ -89,6 +89,8 @@ async fn what_rest_does_grpc_does_on_the_same_fleet() {
     assert_eq!(actions, ["put_policy", "set_intent", "create_worker"]);
     let matrix = client.get_pairing(pb::PairingRequest::default()).await.unwrap().into_inner();
     assert_eq!(serde_json::from_str::<serde_json::Value>(&matrix.json).unwrap()["models"][0]["prefills"], 1);
+    let admission = client.get_admission(pb::ReadRequest::default()).await.unwrap().into_inner();
+    assert_eq!((admission.workers.len(), admission.gateways.len()), (0, 0), "only gated decode workers have slots");
     let cluster = client.get_cluster(pb::ReadRequest::default()).await.unwrap().into_inner();
     assert_eq!(cluster.cluster_id, plane.store.local().cluster_id().to_string());
     let mut parts = client.backup(pb::BackupRequest {}).await.unwrap().into_inner();

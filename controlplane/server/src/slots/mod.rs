@@ -1,7 +1,8 @@
 //! The slot ledger's desk: gateways report here which slots of decode workers they use and want, and are told what they may use.
 //!
-//! Only the leader has one. Ten times a second it turns what was reported, and what its clock says, into one round of the ledger, commits
-//! it, and tells each gateway what is new for it. Nothing of a request waits for any of this.
+//! Only the leader has one. Ten times a second, and sometimes earlier when slots are to move ([`Pace`]), it turns what was reported, and what
+//! its clock says, into one round of the ledger, commits it, and tells each gateway what is new for it. Nothing of a request waits for any
+//! of this.
 //!
 //! Invariants
 //! * what a gateway is told is committed, and a lease is renewed only by a node that a quorum takes for the leader at that moment;
@@ -19,13 +20,13 @@ use std::time::{Duration, Instant};
 use futures::Stream;
 use parking_lot::Mutex;
 use smg_admission::pool::{Pool, Totals};
-use smg_admission::{Answer, Deadlines, Event, Leader, Ledger, ProcessId, Times, Update, WorkerKey, wire};
+use smg_admission::{Answer, Deadlines, Event, Leader, Ledger, Pace, ProcessId, Times, Update, WorkerKey, wire};
 use smg_fleet::{Wire, Worker, WorkerType, dp};
 use smg_messages::admission as pb;
 use smg_state::{Command, State};
 use smg_telemetry::Metrics;
-use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{Response, Status, Streaming};
@@ -48,7 +49,7 @@ const CHANNEL: usize = 16;
 /// How patient the desk is.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// Between two rounds.
+    /// Between two rounds, unless one comes early.
     pub tick: Duration,
     /// How long reports are gathered before the first round of a term, where the ledger knows nobody although it was in use: it was
     /// restored, and gateways have requests running that it does not know of.
@@ -88,6 +89,8 @@ struct Shared {
     metrics: Arc<Metrics>,
     timing: Timing,
     term: Mutex<Option<Term>>,
+    /// Rung when slots are to move.
+    moves: Notify,
 }
 
 /// What lives as long as this node leads.
@@ -119,7 +122,9 @@ type Updates = Pin<Box<dyn Stream<Item = Result<pb::Update, Status>> + Send>>;
 impl Desk {
     /// A desk that is closed until [`Desk::run`].
     pub fn new(writer: Writer, client: ProbeClient, metrics: Arc<Metrics>, timing: Timing) -> Self {
-        Self { shared: Arc::new(Shared { writer, client, metrics, timing, term: Mutex::new(None) }) }
+        Self {
+            shared: Arc::new(Shared { writer, client, metrics, timing, term: Mutex::new(None), moves: Notify::new() }),
+        }
     }
 
     /// Keeps the desk open for the term in which this node leads.
@@ -133,16 +138,8 @@ impl Desk {
             tokio::task::yield_now().await;
         }
         self.shared.reopen();
-        let mut ticks = interval(self.shared.timing.tick);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let rounds = async {
-            loop {
-                ticks.tick().await;
-                self.shared.round().await;
-            }
-        };
         tokio::select! {
-            () = rounds => {}
+            () = self.shared.rounds() => {}
             () = evidence::gather(&self.shared) => {}
             () = term.cancelled() => {}
         }
@@ -261,20 +258,40 @@ impl Shared {
             self.metrics.slot_invariant_failures.with_label_values(&["INV-2"]).inc_by(overdrawn as u64);
         }
         let now = term.begun.elapsed();
-        term.leader.hear(ledger, report, sent, now);
+        if term.leader.hear(ledger, report, sent, now) {
+            self.moves.notify_one();
+        }
         Ok(())
     }
 
-    /// One round: what happened, committed, and told.
-    async fn round(&self) {
+    /// Closes rounds for ever.
+    async fn rounds(&self) {
+        let begun = Instant::now();
+        let mut pace = Pace::new(self.timing.tick, Duration::ZERO);
+        loop {
+            let mut asked = None;
+            loop {
+                let due = begun + pace.due(asked);
+                tokio::select! {
+                    () = sleep_until(due.into()) => break,
+                    () = self.moves.notified() => asked = asked.or_else(|| Some(begun.elapsed())),
+                }
+            }
+            let now = begun.elapsed();
+            pace.opened(now, self.round().await);
+        }
+    }
+
+    /// One round: what happened, committed, and told. True if something has happened.
+    async fn round(&self) -> bool {
         let state = self.writer.store().local();
         let (events, owes_answers) = {
             let mut term = self.term.lock();
-            let Some(term) = &mut *term else { return };
+            let Some(term) = &mut *term else { return false };
             let ledger = state.ledger();
             let forgetful = ledger.rounds() > 0 && ledger.sessions().is_empty();
             if forgetful && term.begun.elapsed() < self.timing.gather {
-                return;
+                return false;
             }
             for event in changed_windows(&state) {
                 term.leader.push(event);
@@ -282,7 +299,8 @@ impl Shared {
             let now = term.begun.elapsed();
             (term.leader.round(state.ledger(), |_| None, now), term.leader.owes_answers())
         };
-        let agreed = if !events.is_empty() {
+        let news = !events.is_empty();
+        let agreed = if news {
             let number = state.ledger().rounds() + 1;
             let write = Write::of("leader", Command::LedgerRound { number, events });
             self.writer.write(write).await.map(drop).map_err(|error| error.to_string())
@@ -297,7 +315,7 @@ impl Shared {
             if self.term.lock().is_some() {
                 self.reopen();
             }
-            return;
+            return news;
         }
         let after = self.writer.store().local();
         if !Arc::ptr_eq(state.ledger(), after.ledger()) {
@@ -305,6 +323,7 @@ impl Shared {
             self.show(&after);
         }
         self.tell(after.ledger());
+        news
     }
 
     /// INV-1: what is given away of a worker is no more than it has, or at least not growing.

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use smg_fleet::pairing::{self, PairingMode};
+use smg_fleet::policy::ExpiredSlots;
 use smg_fleet::{Health, Intent, Settings, Snapshot, Wire, Worker, WorkerId, WorkerType, dp, info};
 use smg_policies::{Leg, Policy, Tuning, WorkerKey};
 use smg_telemetry::{Metrics, SMG};
@@ -287,6 +288,7 @@ impl RoutingTable {
             workers: BTreeMap::new(),
         };
         let (models, canonical, wildcard) = builder.pools()?;
+        previous.lease.set_hold(snapshot.settings("").expired_slots == ExpiredSlots::Hold);
         let (released, lease) = (Arc::clone(&previous.released), Arc::clone(&previous.lease));
         Ok(Self { models, canonical, wildcard, runtimes, released, lease, workers, snapshot })
     }

@@ -30,6 +30,8 @@ const REDIALS: Backoff =
 const KEEPALIVES: Duration = Duration::from_secs(1);
 /// Least time between two reports: what happens meanwhile is said together.
 const TOGETHER: Duration = Duration::from_millis(50);
+/// Those who wait at the same moment are said together.
+const GATHERED: Duration = Duration::from_millis(5);
 /// The leader answers each report within a tick. A stream on which nothing comes for so long is dead.
 const SILENCE: Duration = Duration::from_secs(5);
 /// For a member to take the stream.
@@ -186,11 +188,11 @@ impl Reporter<'_> {
                     continue;
                 }
                 () = self.lease.rung(), if due.is_none() => {
-                    due = Some(last + TOGETHER);
+                    due = Some((last + TOGETHER).max(Instant::now() + GATHERED));
                     continue;
                 }
                 _ = revision.changed() => {
-                                self.share_out();
+                    self.share_out();
                     due = due.or(Some(last + TOGETHER));
                     continue;
                 }

@@ -42,13 +42,13 @@ fn the_same_seed_gives_the_same_run() {
 #[test]
 fn each_planted_fault_is_found() {
     let mutants = [
-        (Mutant::AnchorLoweredEarly, 14),
+        (Mutant::AnchorLoweredEarly, 2),
         (Mutant::UpdatesOutOfOrder, 0),
         (Mutant::AckOfOlderUpdate, 0),
-        (Mutant::LeaseFromAnswer, 4),
-        (Mutant::LeaseWithoutMargin, 10),
+        (Mutant::LeaseFromAnswer, 6),
+        (Mutant::LeaseWithoutMargin, 56),
         (Mutant::ExpiredEarly, 0),
-        (Mutant::NoZombies, 2),
+        (Mutant::NoZombies, 4),
         (Mutant::Overgrant, 0),
         (Mutant::ShareFallsToUse, 0),
         (Mutant::EvidenceWithoutGuard, 281),
@@ -89,6 +89,7 @@ fn a_burst_on_one_of_several_idle_gateways_gets_what_the_others_leave() {
             reached = Some(simulation.now - begun);
         }
     }
+    println!("85 % of the 57 free slots after {reached:?} us");
     assert!(reached.is_some_and(|time| time <= SECOND / 2), "{reached:?} us until 85 % of the 57 free slots");
 }
 

@@ -131,7 +131,8 @@ mod tests {
             "health": {"drain_timeout_secs": 9},
             "dp_aware": true,
             "pd_admission_wait_secs": 7,
-            "dp_minimum_tokens": true
+            "dp_minimum_tokens": true,
+            "expired_slots": "hold"
         }"#;
         let document: PolicyDocument = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_value(&document).unwrap(), serde_json::from_str::<serde_json::Value>(text).unwrap());

@@ -73,8 +73,9 @@ pub async fn assert_invariants_held(processes: impl IntoIterator<Item = &Smg>) {
     }
 }
 
-/// A request that was not answered as it should be.
+/// A request that was not answered as it should be. What nothing reads is shown by assertions that fail.
 #[derive(Debug)]
+#[allow(dead_code)]
 pub struct Failure {
     /// Since the beginning.
     pub at: Duration,

@@ -51,8 +51,8 @@ fn each_planted_fault_is_found() {
         (Mutant::NoZombies, 4),
         (Mutant::Overgrant, 0),
         (Mutant::ShareFallsToUse, 0),
-        (Mutant::EvidenceWithoutGuard, 281),
-        (Mutant::EvidenceOfRunningOnly, 13),
+        (Mutant::EvidenceWithoutGuard, 850),
+        (Mutant::EvidenceOfRunningOnly, 10),
     ];
     let mut survivors = Vec::new();
     for (mutant, likely) in mutants {

@@ -258,7 +258,7 @@ async fn an_authority_makes_private_files_once_and_renews_certificates_in_place(
     let other = Authority::new("prod");
     std::fs::copy(other.path().join("ca.key"), authority.path().join("ca.key")).unwrap();
     let refused = smg(&["cluster", "ca", "issue", text(&authority.path()), "--role", "gateway", "--name", "g"]);
-    assert_eq!(refused.status.code(), Some(1));
+    assert_eq!(refused.status.code(), Some(65));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("not the key of the first certificate"), "{refused:?}");
 }
 

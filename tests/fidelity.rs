@@ -250,6 +250,7 @@ fn forged(own: &str) -> String {
         (r#"bootstrap_host"#, r#"bootstrap\u005fhost"#, r#""x""#),
         (r#"bootstrap_port"#, r#"bootstrap_p\u006frt"#, "1"),
         (r#"bootstrap_room"#, r#"\u0062ootstrap_room"#, "1"),
+        (r#"ec_transfer_params"#, r#"ec_transfer_p\u0061rams"#, r#"{"remote_host":"x"}"#),
         (r#"kv_transfer_params"#, r#"kv_transfer_param\u0073"#, r#"{"do_remote_prefill":true,"remote_host":"x"}"#),
         (r#"routed_dp_rank"#, r#"routed_dp_r\u0061nk"#, "7"),
         (r#"disagg_prefill_dp_rank"#, r#"disagg_prefill_dp_ran\u006b"#, "7"),
@@ -261,10 +262,11 @@ fn forged(own: &str) -> String {
     format!("{{{}{own},{}\"last\":1}}", write(|fields| fields.0), write(|fields| fields.1))
 }
 
-const HANDOFF_FIELDS: [&str; 7] = [
+const HANDOFF_FIELDS: [&str; 8] = [
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
+    "ec_transfer_params",
     "kv_transfer_params",
     "routed_dp_rank",
     "disagg_prefill_dp_rank",

@@ -135,7 +135,16 @@ fn check_edits(body: &ClientBody, seed: [u8; 2]) {
 fn check_legs(body: &ClientBody) {
     let strip = ClientHandoffFields::Strip;
     let decode = vllm::decode_leg(body, strip, None).to_bytes();
-    let stripped: Vec<Edit> = HANDOFF_FIELDS.into_iter().map(|field| (field, None)).collect();
+    let mut stripped: Vec<Edit> = HANDOFF_FIELDS.into_iter().map(|field| (field, None)).collect();
+    if let Some(extra) = body.value(Field::VllmXargs).and_then(members) {
+        let is_handoff =
+            |member: &Member<'_>| HANDOFF_FIELDS.iter().any(|it| member.name.as_deref() == Some(it.name()));
+        if extra.iter().any(is_handoff) {
+            let kept = extra.iter().filter(|member| !is_handoff(member));
+            let kept: Vec<String> = kept.map(|member| format!("{}:{}", member.key, member.value)).collect();
+            stripped.push((Field::VllmXargs, Some(format!("{{{}}}", kept.join(",")))));
+        }
+    }
     assert_eq!(text(&decode), expected(text(body.bytes()), &stripped));
 
     if let Plan::PrefillThenDecode { tag, .. } = vllm::plan(body, Connector::Nixl, None, uuid::Uuid::nil()) {

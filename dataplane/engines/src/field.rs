@@ -97,6 +97,10 @@ fields! {
     ReturnLogprob = "return_logprob",
     /// vLLM's handoff of a prompt's KV cache.
     KvTransferParams = "kv_transfer_params",
+    /// vLLM's handoff of an encoder's cache.
+    EcTransferParams = "ec_transfer_params",
+    /// More parameters of vLLM's sampling, among them, unchecked, its handoffs (vLLM 0.32).
+    VllmXargs = "vllm_xargs",
     /// Host of SGLang's bootstrap server.
     BootstrapHost = "bootstrap_host",
     /// Port of SGLang's bootstrap server.
@@ -113,8 +117,9 @@ fields! {
 
 /// Fields by which legs find each other. Whoever sets one steers where an engine fetches its KV cache from, and one
 /// incomplete handoff is enough to stop a vLLM decode server, so clients may not send them by default.
-pub const HANDOFF_FIELDS: [Field; 7] = [
+pub const HANDOFF_FIELDS: [Field; 8] = [
     Field::KvTransferParams,
+    Field::EcTransferParams,
     Field::BootstrapHost,
     Field::BootstrapPort,
     Field::BootstrapRoom,

@@ -8,7 +8,7 @@ use crate::splice::{Edits, SplicedBody};
 
 /// The body for a regular worker; `rank` is the data-parallel rank when the worker is one rank of an engine.
 pub fn leg(body: &ClientBody, client_fields: ClientHandoffFields, rank: Option<u32>) -> SplicedBody {
-    let mut edits = Edits::for_leg(client_fields);
+    let mut edits = Edits::for_leg(body, client_fields);
     if let Some(rank) = rank {
         edits.set(Field::DataParallelRank, rank.to_string());
     }

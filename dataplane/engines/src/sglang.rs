@@ -185,7 +185,7 @@ pub struct Legs {
 
 /// Builds both legs around `rendezvous`.
 pub fn legs(body: &ClientBody, client_fields: ClientHandoffFields, rendezvous: &Rendezvous, ranks: Ranks) -> Legs {
-    let mut prefill = Edits::for_leg(client_fields);
+    let mut prefill = Edits::for_leg(body, client_fields);
     rendezvous.write(&mut prefill);
     let mut decode = prefill.clone();
     if let Some(rank) = ranks.prefill {

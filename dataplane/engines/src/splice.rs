@@ -23,21 +23,26 @@ use smg_fleet::policy::ClientHandoffFields;
 
 use crate::body::{ClientBody, Member};
 use crate::field::{Field, HANDOFF_FIELDS};
+use crate::json;
 
 /// What to change in a body. Each field has at most one edit; a later one replaces an earlier one.
 #[derive(Debug, Clone, Default)]
 pub struct Edits {
     /// `None` removes the field.
-    edits: SmallVec<[(Field, Option<Bytes>); 12]>,
+    edits: SmallVec<[(Field, Option<Bytes>); 14]>,
 }
 
 impl Edits {
-    /// The edits every leg starts from: with [`ClientHandoffFields::Strip`], the client's handoff fields are removed.
-    pub fn for_leg(client_fields: ClientHandoffFields) -> Self {
+    /// The edits every leg of `body` starts from: with [`ClientHandoffFields::Strip`], the client's handoff fields are
+    /// removed, also where vLLM looks for them a second time.
+    pub fn for_leg(body: &ClientBody, client_fields: ClientHandoffFields) -> Self {
         let mut edits = Self::default();
         if client_fields == ClientHandoffFields::Strip {
             for field in HANDOFF_FIELDS {
                 edits.remove(field);
+            }
+            if let Some(extra) = body.value(Field::VllmXargs).and_then(without_handoff) {
+                edits.set(Field::VllmXargs, extra);
             }
         }
         edits
@@ -62,6 +67,22 @@ impl Edits {
     fn get(&self, field: Field) -> Option<&Option<Bytes>> {
         self.edits.iter().find(|(edited, _)| *edited == field).map(|(_, value)| value)
     }
+}
+
+/// The object without its handoff fields; none when it is no object or has none of them.
+fn without_handoff(object: &str) -> Option<String> {
+    let (mut kept, mut removed) = (String::new(), false);
+    json::each_member(object, |key, value| {
+        let field = json::string(key).and_then(|name| Field::from_name(&name));
+        if field.is_some_and(|field| HANDOFF_FIELDS.contains(&field)) {
+            removed = true;
+            return;
+        }
+        let pieces = [if kept.is_empty() { "" } else { "," }, key, ":", value];
+        kept.extend(pieces);
+    })
+    .ok()?;
+    removed.then(|| format!("{{{kept}}}"))
 }
 
 impl ClientBody {

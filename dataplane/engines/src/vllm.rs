@@ -189,7 +189,7 @@ pub fn prefill_leg(body: &ClientBody, client_fields: ClientHandoffFields, tag: O
 
 /// The edits that every vLLM prefill leg has, whatever its connector.
 pub(crate) fn prefill_edits(body: &ClientBody, client_fields: ClientHandoffFields) -> Edits {
-    let mut edits = Edits::for_leg(client_fields);
+    let mut edits = Edits::for_leg(body, client_fields);
     edits.set(Field::Stream, Bytes::from_static(b"false"));
     edits.remove(Field::StreamOptions);
     if body.has(Field::N) {
@@ -211,7 +211,7 @@ pub(crate) fn prefill_edits(body: &ClientBody, client_fields: ClientHandoffField
 
 /// The decode leg's body: the client's, plus the handoff if there is one.
 pub fn decode_leg(body: &ClientBody, client_fields: ClientHandoffFields, params: Option<&Bytes>) -> SplicedBody {
-    let mut edits = Edits::for_leg(client_fields);
+    let mut edits = Edits::for_leg(body, client_fields);
     if let Some(params) = params {
         edits.set(Field::KvTransferParams, params.clone());
     }

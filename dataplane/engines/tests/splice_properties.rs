@@ -252,12 +252,13 @@ proptest! {
 
     #[test]
     fn stripped_handoff_fields_never_remain(pieces in pieces()) {
-        let result = parse(&pieces.text()).splice(&Edits::for_leg(ClientHandoffFields::Strip)).to_bytes();
+        let body = parse(&pieces.text());
+        let result = body.splice(&Edits::for_leg(&body, ClientHandoffFields::Strip)).to_bytes();
         let result = ClientBody::parse(result, Route::Generate).unwrap();
         for field in HANDOFF_FIELDS {
             prop_assert!(!result.has(field));
         }
-        let forwarded = parse(&pieces.text()).splice(&Edits::for_leg(ClientHandoffFields::Forward)).to_bytes();
+        let forwarded = body.splice(&Edits::for_leg(&body, ClientHandoffFields::Forward)).to_bytes();
         prop_assert_eq!(forwarded, pieces.text());
     }
 
@@ -320,10 +321,42 @@ fn a_clone_can_be_sent_again() {
 
 #[test]
 fn a_later_edit_of_a_field_replaces_the_earlier_one() {
-    let mut edits = Edits::for_leg(ClientHandoffFields::Strip);
+    let body = parse(r#"{"kv_transfer_params":{"x":1},"n":2,"kv_transfer_params":3}"#);
+    let mut edits = Edits::for_leg(&body, ClientHandoffFields::Strip);
     edits.set(Field::KvTransferParams, "{}");
     edits.set(Field::N, "1");
     edits.remove(Field::N);
-    let body = parse(r#"{"kv_transfer_params":{"x":1},"n":2,"kv_transfer_params":3}"#);
     assert_eq!(body.splice(&edits).to_bytes(), r#"{"kv_transfer_params":{}}"#);
+}
+
+#[test]
+fn handoff_fields_are_also_removed_where_vllm_looks_for_them_a_second_time() {
+    let stripped = |text: &str| {
+        let body = parse(text);
+        body.splice(&Edits::for_leg(&body, ClientHandoffFields::Strip)).to_bytes()
+    };
+    for (text, expected) in [
+        (r#"{"a":1,"vllm_xargs":{"kv_transfer_params":""},"b":2}"#, r#"{"a":1,"vllm_xargs":{},"b":2}"#),
+        (
+            r#"{"vllm_xargs" : { "x" : 1.0, "kv_transfer_param\u0073":"", "y":[ 2 ], "ec_transfer_params":{}, "kv_transfer_params":1 } }"#,
+            r#"{"vllm_xargs" : {"x":1.0,"y":[ 2 ]} }"#,
+        ),
+        (r#"{"vllm_\u0078args":{"kv_transfer_params":"","z":"}"}}"#, r#"{"vllm_xargs":{"z":"}"}}"#),
+        // The last one counts.
+        (
+            r#"{"vllm_xargs":{"kv_transfer_params":"a"},"vllm_xargs":{"kv_transfer_params":"b"}}"#,
+            r#"{"vllm_xargs":{}}"#,
+        ),
+    ] {
+        assert_eq!(stripped(text), expected, "{text}");
+    }
+    for untouched in [
+        r#"{"vllm_xargs" : { "x" : 1.0 , "deeper":{"kv_transfer_params":1}} }"#,
+        r#"{"vllm_xargs":["kv_transfer_params"]}"#,
+        r#"{"vllm_xargs":null}"#,
+    ] {
+        assert_eq!(stripped(untouched), untouched);
+    }
+    let hidden = parse(r#"{"vllm_xargs":{"kv_transfer_params":""}}"#);
+    assert_eq!(hidden.splice(&Edits::for_leg(&hidden, ClientHandoffFields::Forward)).to_bytes(), hidden.bytes());
 }

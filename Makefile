@@ -65,7 +65,7 @@ e2e-vllm: ## Check real vLLM pairs behind the gateway, without a GPU: 6.5 GB onc
 	$(PYTHON) tests/e2e-vllm/e2e.py $(ARGS)
 
 e2e-vllm-grpc: ## Check a real vLLM pair over gRPC: after e2e-vllm, ten minutes; rewrites docs/reports/e2e-vllm-grpc.md
-	$(PYTHON) tests/e2e-vllm/e2e_grpc.py
+	$(PYTHON) tests/e2e-vllm/e2e_grpc.py $(ARGS)
 
 lint: ## Check format and lints, and the dependency policy where cargo-deny is installed
 	$(CARGO) fmt --all --check

@@ -52,6 +52,7 @@ def check_unprotected(table: Table, group: str, pair: Pair) -> None:
 
 def _ask_unprotected(pair: Pair) -> str:
     request = chat(prompt("hostile and straight"))
+    pair.decode.process.expect_death()
     try:
         try:
             answer = call(pair.decode.port, "POST", request.path, appended(json.dumps(request.body)), END_SECONDS)
@@ -80,6 +81,7 @@ def _kill_decode(pair: Pair) -> str:
     client = OpenRequest(pair.gateway.port, CHAT, endless(prompt("a crash"), stream=True).body)
     try:
         client.read_events(8)
+        pair.decode.process.expect_death()
         pair.decode.process.kill()
         received, seconds = _rest(client)
     finally:
@@ -99,6 +101,7 @@ def _kill_prefill(pair: Pair) -> str:
         client = OpenRequest(pair.gateway.port, CHAT, endless(prompt("a crash"), stream=True).body)
         try:
             wait_until("the prefill leg to be sent", SETTLE_SECONDS, lambda: pair.gateway.requests_active(pair.prefill))
+            pair.prefill.process.expect_death()
             pair.prefill.process.kill()
             received, seconds = _rest(client)
         finally:
@@ -150,7 +153,7 @@ def _return(pair: Pair, victim: Engine, identity: object) -> str:
         return call(pair.gateway.port, "POST", CHAT, chat(prompt("return")).body).status == 200
     wait_until("the gateway to find it", SETTLE_SECONDS, found)
     done = "healthy" if identity is not None else "served"
-    return f"{done} again {time.monotonic() - began:.1f} s after its /health answers, without any call to the gateway"
+    return f"{done} again {time.monotonic() - began:.1f} s after its /health answers, without an admin call"
 
 
 def _redeclare(pair: Pair, victim: Engine, identity: Callable[[Engine], dict[str, object]]) -> str:

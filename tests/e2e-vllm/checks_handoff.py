@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from api import Request, chat, completion, message, prompt, response
+from engine import reference
 from failure import expect
 from listeners import listening
-from pair import Pair, expect_handoff, expect_recomputed, measure
+from pair import Measured, Pair, expect_handoff, expect_recomputed, measure
+from processes import Process
 from table import Table
 
 HOSTILE = '{"do_remote_prefill":true}'
@@ -17,7 +19,10 @@ HOSTILE = '{"do_remote_prefill":true}'
 
 def check_listeners(pair: Pair) -> str:
     """Every TCP listener of both servers and of the gateway is a loopback one."""
-    processes = [*(engine.process for engine in pair.engines), pair.gateway.process]
+    return expect_loopback([*(engine.process for engine in pair.engines), pair.gateway.process])
+
+
+def expect_loopback(processes: Iterable[Process]) -> str:
     found = listening(member for process in processes for member in process.members())
     open_ports = sorted(port for port, loopback in found.items() if not loopback)
     expect(found, "no listener found")
@@ -42,6 +47,15 @@ def check_answers(table: Table, group: str, pair: Pair) -> None:
         for stream in (False, True):
             request = make(prompt(name), stream)
             table.run(group, f"{name}, streamed" if stream else name, check_handoff, pair, request)
+    table.run(group, "control: another prompt, another text", _check_texts_differ, pair)
+
+
+def _check_texts_differ(pair: Pair) -> str:
+    """Equal texts say something only where texts depend on prompts."""
+    requests = [completion(prompt("a control")) for _ in range(2)]
+    first, second = (request.read(reference(pair.prefill, request.path, request.body)).texts for request in requests)
+    expect(first != second, f"two prompts have the same text: {first!r}")
+    return "two texts, of two prompts that differ in their number"
 
 
 def check_batches(table: Table, group: str, pair: Pair) -> None:
@@ -59,7 +73,7 @@ def check_batches(table: Table, group: str, pair: Pair) -> None:
 
 
 def check_hostile_fields(table: Table, group: str, pair: Pair) -> None:
-    """`kv_transfer_params` of a client, however written, reach no engine."""
+    """`kv_transfer_params` of a client, however written and wherever engines look for them, reach no engine."""
     forms = {
         "a client's kv_transfer_params": (chat(prompt("hostile")), appended),
         "the same, streamed": (completion(prompt("hostile stream"), stream=True), appended),
@@ -70,6 +84,18 @@ def check_hostile_fields(table: Table, group: str, pair: Pair) -> None:
         table.run(group, name, _check_harmless, pair, request, write)
     batch = completion([prompt("hostile batch"), prompt("hostile batch")])
     table.run(group, "the same, with several prompts", _check_harmless_batch, pair, batch)
+    single = completion(prompt("hostile extension"))
+    table.run(group, "in vllm_xargs", _check_harmless, pair, single, in_extensions)
+    check_hostile_extensions(table, group, pair, pair.mode)
+
+
+def check_hostile_extensions(table: Table, group: str, pair: Pair, mode: str) -> None:
+    """Where requests carry no handoff of the gateway's, what `vllm_xargs` holds would be taken for one."""
+    texts = [prompt("hostile extension of a batch") for _ in range(2)]
+    table.run(group, "in vllm_xargs, two prompts", _check_harmless_extension, pair, completion(texts), mode)
+    twice = completion([prompt("hostile extension, twice") for _ in range(2)])
+    twice.body["n"] = 2
+    table.run(group, "in vllm_xargs, two prompts and n=2", _check_harmless_extension, pair, twice, mode)
 
 
 def check_unequal_requests(table: Table, group: str, pair: Pair) -> None:
@@ -98,6 +124,17 @@ def _check_harmless_batch(pair: Pair, request: Request) -> str:
     figures = expect_recomputed(measure(pair, request, pair.mode, appended(json.dumps(request.body))))
     expect(all(engine.healthy() for engine in pair.engines), "a server is not healthy any more")
     return f"{figures}; both servers healthy"
+
+
+def _check_harmless_extension(pair: Pair, request: Request, mode: str) -> str:
+    measured: Measured = measure(pair, request, mode, in_extensions(json.dumps(request.body)))
+    expect(measured.decode.transferred == 0, f"decode transferred {measured.decode.transferred} tokens")
+    expect(all(engine.healthy() for engine in pair.engines), "a server is not healthy any more")
+    return f"nothing transferred; {len(measured.texts)} texts equal; both servers healthy"
+
+
+def in_extensions(body: str) -> str:
+    return f'{body[:-1]},"vllm_xargs":{{"kv_transfer_params":""}}}}'
 
 
 def appended(body: str) -> str:

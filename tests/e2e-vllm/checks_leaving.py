@@ -63,7 +63,7 @@ def _generated_until_idle(pair: Pair, generated_before: int) -> str:
 
 def _during_prefill(pair: Pair) -> str:
     """The prefill server's engine is held still, so that the client surely leaves before the prompt is computed."""
-    before = pair.decode.counters()
+    before, prefill_before = pair.decode.counters(), pair.prefill.counters()
     core = pair.prefill.process.member_named("EngineCore")
     os.kill(core, signal.SIGSTOP)
     try:
@@ -78,12 +78,15 @@ def _during_prefill(pair: Pair) -> str:
     # The server's metrics are those of before until its engine has worked off what came meanwhile; it takes things in turn, so
     # when it answers a request that came later, it has seen the one that was left.
     marker = completion(prompt("after the one that left"))
-    reference(pair.prefill, marker.path, marker.body)
+    marked = marker.read(reference(pair.prefill, marker.path, marker.body)).prompt_tokens
     seconds = wait_idle(pair.engines)
+    computed = pair.prefill.growth(prefill_before, marked).prompt
+    expect(computed == marked, f"prefill computed {computed} prompt tokens, though the client that stayed has {marked}")
     called = (pair.decode.counters() - before).prompt
     expect(called == 0, f"decode was called all the same: {called} prompt tokens")
     _expect_no_claims(pair)
-    return f"claim released while prefill was held; both servers idle after {seconds:.1f} s, decode never called"
+    return (f"claim released while prefill was held; both servers idle after {seconds:.1f} s, prefill computed nothing of it, "
+            "decode never called")
 
 
 def _crowd(pair: Pair) -> str:

@@ -1,14 +1,27 @@
-"""A pair whose connector nobody declared: it works, moves no KV, and the gateway says so in three places."""
+"""A pair whose connector nobody declared: it works, moves no KV, and the gateway says so in three places, and only then."""
 
 from __future__ import annotations
 
 import json
 
 from api import Request, chat, prompt
-from checks_handoff import appended, check_recomputed
+from checks_handoff import appended, check_hostile_extensions, check_recomputed
 from failure import CheckFailed, expect
 from pair import Pair, expect_handoff, expect_recomputed, measure
 from table import Table
+
+
+WARNING = "NO KV CONNECTOR IS DECLARED"
+
+
+def check_declared(pair: Pair) -> str:
+    """None of the three says so while connectors are declared. The gateway has served requests of every kind by then."""
+    warned = [line for line in pair.gateway.process.log_text().splitlines() if WARNING in line]
+    expect(not warned, f"the log warns: {warned[:1]}")
+    listed = [worker["warning"] for worker in pair.gateway.workers() if worker.get("warning")]
+    expect(not listed, f"/workers warns: {listed[:1]}")
+    _expect_metrics(pair, undeclared=0, passthrough=0)
+    return "no warning in the log and in `/workers`, both metrics 0"
 
 
 def check_undeclared(table: Table, group: str, pair: Pair) -> None:
@@ -22,6 +35,7 @@ def check_undeclared(table: Table, group: str, pair: Pair) -> None:
     table.run(group, "the log says so", _log, pair)
     table.run(group, "`/workers` says so", _listing, pair)
     table.run(group, "metrics say so", _metrics, pair)
+    check_hostile_extensions(table, group, pair, "passthrough")
     table.run(group, "unregistering", _unregister, pair)
 
 
@@ -50,7 +64,7 @@ def _noticed(pair: Pair) -> str:
 
 
 def _log(pair: Pair) -> str:
-    lines = [line for line in pair.gateway.process.log_text().splitlines() if "NO KV CONNECTOR IS DECLARED" in line]
+    lines = [line for line in pair.gateway.process.log_text().splitlines() if WARNING in line]
     expect(any(pair.prefill.url in line for line in lines), "no line of the log warns about the prefill worker")
     return "a warning that names the prefill worker"
 
@@ -62,10 +76,14 @@ def _listing(pair: Pair) -> str:
 
 
 def _metrics(pair: Pair) -> str:
-    undeclared = int(pair.gateway.metrics().total("smg_pd_undeclared_connectors"))
-    passthrough = pair.gateway.mode_count("passthrough")
-    figures = f"smg_pd_undeclared_connectors {undeclared}, mode passthrough {passthrough}"
-    expect(undeclared == 1 and passthrough == 3, figures)
+    """One prefill worker has no connector, and three requests went by it so far."""
+    return _expect_metrics(pair, undeclared=1, passthrough=3)
+
+
+def _expect_metrics(pair: Pair, undeclared: int, passthrough: int) -> str:
+    found = int(pair.gateway.metrics().total("smg_pd_undeclared_connectors")), pair.gateway.mode_count("passthrough")
+    figures = f"smg_pd_undeclared_connectors {found[0]}, mode passthrough {found[1]}"
+    expect(found == (undeclared, passthrough), figures)
     return figures
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ QUIET_SECONDS = 1.0
 
 SETTLE_SECONDS = 60
 """A server's counters follow its answers with some delay, and an abandoned request ends with some."""
+
+_salts = itertools.count(1)
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -183,9 +186,9 @@ def wait_idle(engines: list[Engine]) -> float:
 def reference(engine: Engine, path: str, body: Mapping[str, object]) -> str:
     """The raw answer of one server that is asked alone, without any gateway.
 
-    A salt of its own keeps the request away from prefix caches: the server computes the whole prompt for it.
+    A salt that no other request has keeps it away from prefix caches: the server computes the whole prompt for it.
     """
-    answer = call(engine.port, "POST", path, dict(body) | {"cache_salt": "alone"})
+    answer = call(engine.port, "POST", path, dict(body) | {"cache_salt": f"alone {next(_salts)}"})
     if answer.status != 200:
         raise CheckFailed(f"the {engine.role} server asked alone answered {answer.status}: {answer.text[:300]}")
     return answer.text

@@ -12,7 +12,7 @@ from engine import Engine
 from exposition import Metrics
 from failure import Broken
 from installation import clean_environment
-from processes import Processes, free_port
+from processes import Processes, free_port, run_step
 from waiting import wait_until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -25,10 +25,10 @@ def build() -> pathlib.Path:
     """Builds the binary and returns its path."""
     command = ["cargo", "build", "--locked", "-p", "smg", "--bin", "smg", "--message-format=json-render-diagnostics"]
     try:
-        built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=BUILD_SECONDS)
+        built, _ = run_step(command, BUILD_SECONDS, folder=ROOT, output=subprocess.PIPE)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise Broken(str(error)) from error
-    for line in built.stdout.splitlines():
+    for line in built.splitlines():
         message = json.loads(line)
         if message.get("reason") == "compiler-artifact" and message["target"]["name"] == "smg" and message["executable"]:
             return pathlib.Path(message["executable"])
@@ -38,13 +38,13 @@ def build() -> pathlib.Path:
 class Gateway:
     """A running `smg launch` on loopback without workers."""
 
-    def __init__(self, processes: Processes, binary: pathlib.Path) -> None:
+    def __init__(self, processes: Processes, binary: pathlib.Path, name: str = "smg") -> None:
         self.port = free_port()
         self._metrics_port = free_port()
         command = [str(binary), "launch", "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(self._metrics_port)]
         command += ["--worker-startup-check-interval", "1", "--shutdown-grace-period-secs", "5"]
-        self.process = processes.start("smg", command, clean_environment())
+        self.process = processes.start(name, command, clean_environment())
 
         def alive() -> bool:
             self.process.require_alive()

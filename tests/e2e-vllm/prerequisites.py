@@ -23,6 +23,8 @@ BUILD_BYTES = 5 * 1024**3
 MEMORY_BYTES = 6 * 1024**3
 """Two servers of 3.2 GiB each, which share their libraries' pages."""
 
+TRY_SECONDS = 60
+
 
 def cache_directory() -> pathlib.Path:
     """Where the engine is installed, once for all runs."""
@@ -37,10 +39,17 @@ def find_python() -> pathlib.Path | None:
     candidates = [pathlib.Path(on_path)] if on_path else []
     candidates += sorted(versions.glob("3.12.*/bin/python3.12"), reverse=True)
     for candidate in candidates:
-        test = "import ensurepip, venv, sys; sys.exit(sys.version_info[:2] != (3, 12))"
-        if subprocess.run([candidate, "-c", test], capture_output=True, check=False).returncode == 0:
+        if _works(candidate):
             return candidate
     return None
+
+
+def _works(python: pathlib.Path) -> bool:
+    test = "import ensurepip, venv, sys; sys.exit(sys.version_info[:2] != (3, 12))"
+    try:
+        return subprocess.run([python, "-c", test], capture_output=True, check=False, timeout=TRY_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def target_directory() -> pathlib.Path:
@@ -86,7 +95,8 @@ def check(cache: pathlib.Path, installed: bool) -> pathlib.Path:
         raise Missing("\n".join(missing))
     python = find_python()
     if python is None:
-        missing.append("python3.12 with the venv module, on PATH or under pyenv's versions: docs/operations tells how to get it")
+        missing.append("a python3.12 that runs and has the venv module, on PATH or under pyenv's versions: docs/operations tells how "
+                       "to get it")
     missing += [f"`{tool}` on PATH" for tool in ("cargo", "git") if shutil.which(tool) is None]
     if not has_library("libnuma.so.1"):
         missing.append("libnuma.so.1, which vLLM's CPU build links to: the Debian package libnuma1")

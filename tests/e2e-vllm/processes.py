@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from failure import Broken
 
@@ -37,6 +37,7 @@ class Process:
                 start_new_session=True,
             )
         self.group = self._process.pid
+        self._death_expected_from: int | None = None
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -54,6 +55,13 @@ class Process:
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def expect_death(self) -> None:
+        """From here on, its log may tell of its end."""
+        self._death_expected_from = len(self.log_text())
+
+    def log_while_it_should_live(self) -> str:
+        return self.log_text()[:self._death_expected_from]
 
     def members(self) -> list[int]:
         """Ids of the living processes of its session."""
@@ -119,9 +127,14 @@ class Processes:
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str],
               stop_seconds: float = STOP_SECONDS) -> Process:
         """Starts `command`; it gets `stop_seconds` to end when it is asked to."""
-        process = Process(name, command, environment, self.logs / f"{name}.log", stop_seconds)
-        self._started.append(process)
+        with interruption_later():
+            process = Process(name, command, environment, self.logs / f"{name}.log", stop_seconds)
+            self._started.append(process)
         return process
+
+    @property
+    def started(self) -> list[Process]:
+        return list(self._started)
 
     def show_logs(self) -> None:
         """Prints the end of every log."""
@@ -151,12 +164,60 @@ class Interrupted(BaseException):
     """A signal asked the run to end."""
 
 
+class _Later:
+    """Whether an interruption has to wait, and the one that does."""
+
+    waits = False
+    signal: signal.Signals | None = None
+
+
 def install_interruption() -> None:
     """Turns signals into an exception, so that every `with` block on the way out stops what it started."""
     def interrupt(number: int, _frame: object) -> None:
-        raise Interrupted(signal.Signals(number).name)
+        if _Later.waits:
+            _Later.signal = signal.Signals(number)
+        else:
+            raise Interrupted(signal.Signals(number).name)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+
+
+@contextlib.contextmanager
+def interruption_later() -> Iterator[None]:
+    """Inside, a signal is only noted; the exception comes at the end.
+
+    For the start of a process: an exception between its start and the note of it would leave it running. Blocking signals would be
+    inherited by the process.
+    """
+    _Later.waits = True
+    try:
+        yield
+    finally:
+        _Later.waits = False
+        noted, _Later.signal = _Later.signal, None
+        if noted is not None:
+            raise Interrupted(noted.name)
+
+
+def run_step(command: Sequence[str | pathlib.Path], seconds: float, *, environment: Mapping[str, str] | None = None,
+             folder: pathlib.Path | None = None, output: int | None = None, errors: int | None = None) -> tuple[str, str]:
+    """Runs a step to its end and returns what it wrote to `output` and `errors`, where these are pipes.
+
+    Leaving early, also by an interruption, ends the step too. Raises as `subprocess.run` does with `check`.
+    """
+    step: subprocess.Popen[str] | None = None
+    try:
+        with interruption_later():
+            step = subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+                                    text=True)
+        written, told = step.communicate(timeout=seconds)
+        if step.returncode:
+            raise subprocess.CalledProcessError(step.returncode, command, written, told)
+        return written or "", told or ""
+    finally:
+        if step is not None and step.poll() is None:
+            step.kill()
+            step.wait()
 
 
 _PORTS = range(20000, 32000)

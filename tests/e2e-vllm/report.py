@@ -12,6 +12,7 @@ from installation import pinned_version
 from table import Table
 
 PAGE = ROOT / "docs" / "reports" / "e2e-vllm.md"
+GRPC_PAGE = ROOT / "docs" / "reports" / "e2e-vllm-grpc.md"
 
 TEXT = """# Real vLLM pairs behind `smg launch`
 
@@ -20,7 +21,7 @@ Written by `make e2e-vllm` on {date}, commit {commit}: **{summary}**.
 Mock engines share their author's errors, and every answer of a PD pair looks right even when no KV moved. So this run starts
 real engines and believes only their own counters: "transferred", "computed" and "cached" are what the decode server's
 `vllm:prompt_tokens_by_source_total` grew by, and texts are compared with what the prefill server answers to the same request
-when it is asked alone, without `smg`, and computes the whole prompt.
+when it is asked alone, without `smg`, and, under a salt of its own, computes the whole prompt.
 
 vLLM {vllm} (CPU build, float32), NIXL {nixl} with UCX over TCP and shared memory, Mooncake {mooncake} over TCP, a Qwen3 of
 two layers with random weights, greedy choices. One machine of {processors} processors, everything on loopback, `smg` as a
@@ -43,9 +44,9 @@ def write(table: Table, commit: str) -> pathlib.Path:
 
 
 def current_commit() -> str:
-    """The commit that lies in the working tree, and whether files differ from it (the page itself does not count)."""
+    """The commit that lies in the working tree, and whether files differ from it (the pages that runs write do not count)."""
     commit = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}")
+    changed = _git("status", "--porcelain", "--", ".", *(f":!{page.relative_to(ROOT)}" for page in (PAGE, GRPC_PAGE)))
     return f"{commit} with local changes" if changed else commit
 
 

@@ -16,12 +16,13 @@ from checks_handoff import (
     check_unequal_requests,
 )
 from checks_leaving import check_leaving
-from checks_passthrough import check_undeclared
+from checks_passthrough import check_declared, check_undeclared
 from engine import Engine
+from engine_logs import check_logs
 from gateway import Gateway
 from installation import Installation
 from pair import Pair
-from processes import Processes
+from processes import Process, Processes
 from table import Table
 
 
@@ -40,11 +41,13 @@ def nixl(table: Table, installation: Installation, binary: pathlib.Path, logs: p
         check_hostile_fields(table, "NIXL, handoffs that clients bring", pair)
         check_unprotected(table, "NIXL, handoffs that clients bring", pair)
         check_leaving(table, "NIXL, clients that leave", pair)
+        table.run("No declared connector", "nothing says so of a declared one", check_declared, pair)
         table.run("No declared connector", "the declared pair leaves", _leave, pair)
         check_undeclared(table, "No declared connector", pair)
         _declare(table, "NIXL, a crash of decode", pair)
         check_decode_crash(table, "NIXL, a crash of decode", pair)
         check_prefill_crash(table, "NIXL, a crash of prefill", pair)
+        table.run("NIXL, the servers' own logs", "errors", check_logs, _servers(processes))
 
 
 def mooncake_pair(table: Table, installation: Installation, binary: pathlib.Path, logs: pathlib.Path) -> None:
@@ -63,7 +66,9 @@ def mooncake_pair(table: Table, installation: Installation, binary: pathlib.Path
         check_batches(table, "Mooncake, several prompts in one request", pair)
         check_hostile_fields(table, "Mooncake, handoffs that clients bring", pair)
         check_leaving(table, "Mooncake, clients that leave", pair)
+        check_decode_crash(table, "Mooncake, a crash of decode", pair)
         check_prefill_crash(table, "Mooncake, a crash of prefill", pair, _peer)
+        table.run("Mooncake, the servers' own logs", "errors", check_logs, _servers(processes))
 
 
 STAGES: dict[str, Callable[[Table, Installation, pathlib.Path, pathlib.Path], None]] = {
@@ -105,6 +110,11 @@ def _declare(table: Table, group: str, pair: Pair, prefill_only: dict[str, objec
         shown = {key: pair.gateway.worker(pair.prefill).get(key) for key in ("pd_pairing", "model_id")}
         return f"both workers healthy, {json.dumps(shown)}"
     table.run(group, "registration", register)
+
+
+def _servers(processes: Processes) -> list[Process]:
+    """All that were started, also those that ended."""
+    return [process for process in processes.started if process.name != "smg"]
 
 
 def _peer(prefill: Engine) -> dict[str, object]:

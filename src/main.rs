@@ -17,6 +17,12 @@ mod temporary;
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+/// How long the end of a process waits for its last words.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -66,7 +72,15 @@ fn conclude(ended: Result<(), admin::Failure>) -> ExitCode {
     }
 }
 
-/// Writes to standard error, which may be gone.
+/// Writes to standard error, which may be gone, or take nothing: then the process ends without these words.
 fn complain(what: &dyn std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "{what}");
+    let words = format!("{what}\n");
+    let (done, written) = mpsc::channel();
+    let write = move || {
+        let _ = std::io::stderr().write_all(words.as_bytes());
+        let _ = done.send(());
+    };
+    if thread::Builder::new().spawn(write).is_ok() {
+        let _ = written.recv_timeout(LAST_WORDS);
+    }
 }

@@ -3,9 +3,14 @@
 
 mod support;
 
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use futures::StreamExt;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use support::*;
@@ -90,20 +95,38 @@ async fn every_request_is_one_line_as_loud_as_its_status_and_its_query_is_no_par
     assert!(!smg.log().contains("secret-"));
 }
 
+/// Starts it with both of its outputs at `console`.
+fn spawn_at(console: &Path, arguments: &[&str], level: &str) -> Smg {
+    let port = free_port();
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec \"$0\" \"$@\" >\"$CONSOLE\" 2>&1", env!("CARGO_BIN_EXE_smg")]);
+    let all = ["launch", "--pd-disaggregation", "--host", "127.0.0.1", "--port", &port.to_string()];
+    let all = [&all[..], arguments].concat();
+    Smg::spawn_by(command, &all, port, &[("RUST_LOG", level), ("CONSOLE", console.to_str().unwrap())])
+}
+
+/// A pipe that is full and that nobody reads. It ends with the handle.
+fn full_pipe(path: &Path) -> File {
+    const O_NONBLOCK: i32 = 0o4000;
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    let mut pipe = File::options().read(true).write(true).custom_flags(O_NONBLOCK).open(path).unwrap();
+    while matches!(pipe.write(&[b'x'; 4096]), Ok(4096)) {}
+    pipe
+}
+
+/// The one log file in a directory, if there is one.
+fn log_file(directory: &Path) -> Option<PathBuf> {
+    let mut names = std::fs::read_dir(directory).ok()?;
+    Some(names.next()?.ok()?.path())
+}
+
 #[tokio::test]
 async fn a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_counted() {
     let directory = tempfile::tempdir().unwrap();
-    let (pipe, logs) = (directory.path().join("console"), directory.path().join("new").join("logs"));
-    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    // Open on both sides, and never read.
-    let _console = std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
-    let mut command = Command::new("sh");
-    command.args(["-c", "exec \"$0\" \"$@\" 2>\"$CONSOLE\"", env!("CARGO_BIN_EXE_smg")]);
-    let port = free_port();
-    let start = ["launch", "--pd-disaggregation", "--host", "127.0.0.1", "--port", &port.to_string()];
-    let start = [&start[..], &["--log-dir", logs.to_str().unwrap()]].concat();
-    let environment = [("RUST_LOG", "trace"), ("CONSOLE", pipe.to_str().unwrap())];
-    let smg = Smg::spawn_by(command, &start, port, &environment);
+    let (console, logs) = (directory.path().join("console"), directory.path().join("new").join("logs"));
+    let _pipe = full_pipe(&console);
+    let flags = ["--log-dir", logs.to_str().unwrap(), "--shutdown-grace-period-secs", "1"];
+    let mut smg = spawn_at(&console, &flags, "trace");
     smg.ready("/liveness").await;
     let (prefill, decode) = (sglang(Role::Prefill).await, sglang(Role::Decode).await);
     smg.register_pair(&prefill, &decode).await;
@@ -113,10 +136,82 @@ async fn a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_
     })
     .await;
     assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
-    let file = std::fs::read_dir(&logs).unwrap().next().unwrap().unwrap();
-    let name = file.file_name().into_string().unwrap();
+    let file = log_file(&logs).unwrap();
+    let name = file.file_name().unwrap().to_str().unwrap();
     assert!(name.starts_with("smg.") && name.ends_with(".log"), "{name}");
-    assert!(std::fs::read_to_string(file.path()).unwrap().contains("serving clients"));
+    assert!(std::fs::read_to_string(&file).unwrap().contains("serving clients"));
+    // Nor does it hold up the end, be it one with last words.
+    smg.signal("TERM");
+    assert_eq!(smg.exited().await.code(), Some(0));
+    let mut refused = spawn_at(&console, &["--tls-cert-path", "/none", "--tls-key-path", "/none"], "info");
+    assert_eq!(refused.exited().await.code(), Some(1));
+}
+
+#[tokio::test]
+async fn a_request_is_served_and_a_line_counted_where_logs_have_no_room_and_files_go_on_when_they_have() {
+    let directory = tempfile::tempdir().unwrap();
+    let logs = directory.path().join("logs");
+    let smg = spawn_at(Path::new("/dev/full"), &["--log-dir", logs.to_str().unwrap()], "info");
+    smg.ready("/liveness").await;
+    let engine = sglang(Role::Regular).await;
+    smg.register(&spec(&engine, "regular")).await;
+    let dropped = async |sink| smg.metric("smg_log_dropped_lines", &[("sink", sink)]).await;
+    eventually("lines are counted", || async { (dropped("console").await > 0.0).then_some(()) }).await;
+    assert_eq!(dropped("files").await, 0.0);
+    let ask = async || assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+    let until_written = async |what: &str| {
+        eventually(what, || async {
+            ask().await;
+            let text = std::fs::read_to_string(log_file(&logs)?).ok()?;
+            text.contains("smg::response").then_some(text)
+        })
+        .await
+    };
+    let told = until_written("lines are in a file").await;
+    assert!(told.contains("log lines were dropped") && told.contains("No space left"), "{told}");
+    // The disk is full.
+    let file = log_file(&logs).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    std::os::unix::fs::symlink("/dev/full", &file).unwrap();
+    eventually("lines are counted", || async {
+        ask().await;
+        (dropped("files").await > 0.0).then_some(())
+    })
+    .await;
+    std::fs::remove_file(&file).unwrap();
+    until_written("there is room again").await;
+    std::fs::remove_dir_all(&logs).unwrap();
+    until_written("the directory is there again").await;
+}
+
+#[tokio::test]
+async fn after_the_end_of_a_process_every_request_has_its_line_on_the_console_and_in_the_file() {
+    const REQUESTS: usize = 400;
+    let directory = tempfile::tempdir().unwrap();
+    let (console, logs) = (directory.path().join("console"), directory.path().join("logs"));
+    let flags = ["--log-dir", logs.to_str().unwrap(), "--log-json", "--shutdown-grace-period-secs", "1"];
+    let mut smg = spawn_at(&console, &flags, "info");
+    smg.ready("/liveness").await;
+    let engine = sglang(Role::Regular).await;
+    smg.register(&spec(&engine, "regular")).await;
+    let ask = |number: usize| {
+        let smg = &smg;
+        async move { assert_eq!(smg.post_as(&format!("asked-{number}"), CHAT, &chat()).await.status(), StatusCode::OK) }
+    };
+    futures::stream::iter(0..REQUESTS).for_each_concurrent(16, ask).await;
+    assert_eq!(smg.metric("smg_log_dropped_lines", &[]).await, 0.0);
+    smg.signal("TERM");
+    assert_eq!(smg.exited().await.code(), Some(0));
+    for file in [console, log_file(&logs).unwrap()] {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let answered = lines.filter(|line| line["target"] == "smg::response");
+        let mut ids: Vec<_> = answered.map(|line| line["request_id"].as_str().unwrap().to_owned()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let asked = ids.iter().filter(|id| id.starts_with("asked-")).count();
+        assert_eq!(asked, REQUESTS, "{}", file.display());
+    }
 }
 
 #[tokio::test]

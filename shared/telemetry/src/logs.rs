@@ -3,34 +3,36 @@
 //! `RUST_LOG` wins over the level of the command line. With a plain level, the project's own crates log at it and libraries at `warn`.
 //!
 //! Invariants
-//! * no request waits for a log: lines are written by threads of their own, and what a sink has not taken is bounded ([`MAX_WAITING`]).
-//!   Lines beyond are dropped and counted ([`DroppedLines`]);
-//! * what was logged is written before the process ends by itself: [`Logs`] waits for it, a second at most for each sink;
-//! * a directory keeps the files of the last [`KEPT_FILES`] days.
+//! * no request waits for a log: lines are written by threads of their own, and what a sink has not taken is bounded ([`sink`]);
+//! * a line is written, or it is dropped and counted ([`DroppedLines`]);
+//! * what was logged is written before the process ends by itself: [`Logs`] waits for it, [`LAST_LINES`] at most.
+
+mod files;
+mod sink;
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntGaugeVec, Opts};
 use thiserror::Error;
-use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
-use tracing_appender::rolling::{RollingFileAppender, Rotation};
 use tracing_subscriber::fmt::time::UtcTime;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-/// Most lines that wait for a sink.
-const MAX_WAITING: usize = 16_384;
-/// Most files in a directory of logs; there is one a day.
-const KEPT_FILES: usize = 14;
+use files::Files;
+use sink::{Lines, Sink};
 
-/// What the sinks of this process did not take. There is one set of logs a process, as there is one subscriber.
-static DROPPED: OnceLock<Vec<(&'static str, ErrorCounter)>> = OnceLock::new();
+/// How long the end of a process waits for its last lines.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+/// The sinks of this process, by name. There is one set of logs a process, as there is one subscriber.
+static SINKS: OnceLock<Vec<(&'static str, Sink)>> = OnceLock::new();
 
 /// Why logging could not be set up.
 #[derive(Debug, Error)]
@@ -51,6 +53,9 @@ pub enum LogError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The system has no handle or thread left for lines.
+    #[error("nothing to write lines with: {0}")]
+    Resources(#[from] io::Error),
     /// Logging was set up before.
     #[error("logging is already set up")]
     AlreadySet,
@@ -70,8 +75,14 @@ pub struct LogOptions {
 /// The process's logs. Dropping them writes what waits.
 #[derive(Debug)]
 #[must_use]
-pub struct Logs {
-    _sinks: Vec<WorkerGuard>,
+pub struct Logs(Vec<(&'static str, Sink)>);
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        let until = Instant::now() + LAST_LINES;
+        self.0.iter().for_each(|(_, sink)| sink.end());
+        self.0.iter().for_each(|(_, sink)| sink.wait(until));
+    }
 }
 
 /// Sets up the process's logs.
@@ -90,36 +101,22 @@ pub fn init(options: &LogOptions) -> Result<Logs, LogError> {
     };
     let filter = EnvFilter::try_new(&directives)
         .map_err(|error| LogError::Filter { filter: directives.clone(), reason: error.to_string() })?;
-    let (console, console_sink) = waiting_room("smg-log-console").finish(io::stderr());
-    let mut dropped = vec![("console", console.error_counter())];
-    let mut sinks = vec![console_sink];
-    let mut layers = vec![lines(console, options.json, io::stderr().is_terminal())];
+    let mut sinks = vec![("console", Sink::start("console", Lines::of_console()?)?)];
     if let Some(directory) = &options.directory {
-        let unusable = |reason: String| LogError::Directory { directory: directory.clone(), reason };
-        std::fs::create_dir_all(directory).map_err(|error| unusable(error.to_string()))?;
-        let files = RollingFileAppender::builder()
-            .rotation(Rotation::DAILY)
-            .filename_prefix("smg")
-            .filename_suffix("log")
-            .max_log_files(KEPT_FILES)
-            .build(directory)
-            .map_err(|error| unusable(with_causes(&error)))?;
-        let (files, files_sink) = waiting_room("smg-log-files").finish(files);
-        dropped.push(("files", files.error_counter()));
-        sinks.push(files_sink);
-        layers.push(lines(files, options.json, false));
+        let unusable =
+            |error: io::Error| LogError::Directory { directory: directory.clone(), reason: error.to_string() };
+        let files = Files::open(directory, files::today).map_err(unusable)?;
+        sinks.push(("files", Sink::start("files", files)?));
     }
+    let colours = |name| name == "console" && io::stderr().is_terminal();
+    let layers: Vec<_> = sinks.iter().map(|(name, sink)| lines(sink.clone(), options.json, colours(*name))).collect();
     tracing_subscriber::registry().with(layers).with(filter).try_init().map_err(|_| LogError::AlreadySet)?;
-    DROPPED.set(dropped).map_err(|_| LogError::AlreadySet)?;
-    Ok(Logs { _sinks: sinks })
-}
-
-fn waiting_room(thread: &str) -> NonBlockingBuilder {
-    NonBlockingBuilder::default().lossy(true).buffered_lines_limit(MAX_WAITING).thread_name(thread)
+    SINKS.set(sinks.clone()).map_err(|_| LogError::AlreadySet)?;
+    Ok(Logs(sinks))
 }
 
 /// A layer that writes lines to a sink.
-fn lines<S>(sink: NonBlocking, json: bool, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
+fn lines<S>(sink: Sink, json: bool, colours: bool) -> Box<dyn Layer<S> + Send + Sync>
 where
     S: tracing::Subscriber + for<'a> LookupSpan<'a>,
 {
@@ -127,18 +124,7 @@ where
     if json { layer.json().flatten_event(true).boxed() } else { layer.boxed() }
 }
 
-/// An error and what caused it: the library's own message names no cause.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        words = format!("{words}: {error}");
-        cause = error.source();
-    }
-    words
-}
-
-/// Lines that were dropped because their sink was too slow, by sink. Cheap to clone.
+/// Lines that were dropped because their sink was too slow or failed, by sink. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct DroppedLines(IntGaugeVec);
 
@@ -158,8 +144,8 @@ impl Collector for DroppedLines {
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        for (sink, dropped) in DROPPED.get().into_iter().flatten() {
-            self.0.with_label_values(&[sink]).set(i64::try_from(dropped.dropped_lines()).unwrap_or(i64::MAX));
+        for (name, sink) in SINKS.get().into_iter().flatten() {
+            self.0.with_label_values(&[name]).set(i64::try_from(sink.dropped()).unwrap_or(i64::MAX));
         }
         self.0.collect()
     }

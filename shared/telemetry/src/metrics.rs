@@ -172,7 +172,7 @@ metrics! {
     cache_tree_tenants: IntGaugeVec("smg_cache_tree_tenants", "Workers that a cache_aware policy remembers prompts of, per leg.", ["model", "tree"]);
     policy_memory_bytes: IntGaugeVec("smg_policy_memory_bytes", "What the policy of a leg remembers, bookkeeping included.", ["model", "leg", "policy"]);
     decisions_dropped: IntCounter("smg_decisions_dropped_total", "Decision records that left the ring.");
-    log_dropped_lines: DroppedLines("smg_log_dropped_lines", "Log lines that were dropped since the start because what they are written to was too slow: the console (standard error), or files.", ["sink"]);
+    log_dropped_lines: DroppedLines("smg_log_dropped_lines", "Log lines that were dropped since the start because what they are written to was too slow or failed: the console (standard error), or files.", ["sink"]);
     trace_spans_exported: IntCounter("smg_trace_spans_exported_total", "Spans that the collector took.");
     trace_spans_dropped: IntCounterVec("smg_trace_spans_dropped_total", "Spans that were not sent: queue_full, export_failed, or rejected by the collector.", ["reason"]);
     config_revision: IntGauge("smg_config_revision", "Revision of the snapshot this gateway routes with.");

@@ -61,7 +61,9 @@ impl Descriptor {
             let value = worker.label(label).or_else(|| alias.and_then(|alias| worker.label(alias)));
             value.filter(|value| !value.is_empty()).map(str::to_lowercase)
         });
-        let explicit = worker.label("pairing_protocol").or(worker.spec.pairing_protocol.as_deref());
+        // What was declared, label before field, before what the engine says.
+        let declared = worker.spec.labels.get("pairing_protocol").or(worker.spec.pairing_protocol.as_ref());
+        let explicit = declared.map(String::as_str).or_else(|| worker.label("pairing_protocol"));
         Some(Self {
             wire: worker.wire(),
             runtime,
@@ -193,8 +195,10 @@ fn compare<T: PartialEq>(name: &str, one: &Option<T>, other: &Option<T>, strict:
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::worker::{Facts, Health, Intent, Origin, WorkerId, WorkerSpec};
 
     fn vllm(transport: Option<&str>) -> Descriptor {
         Descriptor {
@@ -204,6 +208,44 @@ mod tests {
             layout: Default::default(),
             version: None,
             protocol: None,
+        }
+    }
+
+    #[test]
+    fn a_protocol_is_that_of_the_label_else_of_the_field_else_of_the_engine() {
+        let protocol = |label: Option<&str>, field: Option<&str>, engine: Option<&str>| {
+            let labels = |value: Option<&str>| {
+                value.map(|value| ("pairing_protocol".to_owned(), value.to_owned())).into_iter().collect()
+            };
+            let mut spec = WorkerSpec::new("http://p:1", WorkerType::Prefill);
+            spec.labels = labels(label);
+            spec.pairing_protocol = field.map(str::to_owned);
+            let worker = Worker {
+                id: WorkerId(uuid::Uuid::from_u128(7)),
+                spec,
+                facts: Some(Facts { labels: labels(engine), ..Facts::default() }),
+                health: Health::Ready,
+                intent: Intent::Active,
+                origin: Origin::Api,
+                job: None,
+                create_revision: 1,
+                mod_revision: 1,
+            };
+            Descriptor::of(&worker).unwrap().protocol
+        };
+        let (label, field, engine) = (Some("label"), Some("field"), Some("engine"));
+        for (sources, expected) in [
+            ((label, field, engine), label),
+            ((label, None, engine), label),
+            ((None, field, engine), field),
+            ((None, field, None), field),
+            ((None, None, engine), engine),
+            ((None, None, None), None),
+            // An empty one takes back what the engine says.
+            ((Some(" "), field, engine), None),
+            ((None, Some(" trimmed "), engine), Some("trimmed")),
+        ] {
+            assert_eq!(protocol(sources.0, sources.1, sources.2).as_deref(), expected, "{sources:?}");
         }
     }
 

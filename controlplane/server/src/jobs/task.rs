@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use smg_fleet::info::{has_no_bootstrap_port, runs_undeclared_passthrough};
+use smg_fleet::pairing::Descriptor;
 use smg_fleet::settings::Probe;
 use smg_fleet::{
     Facts, Health, Job, JobKind, JobStatus, Origin, Revision, Runtime, Settings, Worker, WorkerId, WorkerSpec,
@@ -222,6 +223,15 @@ impl Shared {
             tracing::warn!(
                 target: "smg", worker = worker.spec.url, field, label,
                 "pairing_protocol is set twice and differently: the label holds"
+            );
+        }
+        let reported = worker.facts.as_ref().and_then(|facts| facts.labels.get("pairing_protocol"));
+        if let (Some(reported), Some(declared)) = (reported, Descriptor::of(&worker).and_then(|leg| leg.protocol))
+            && *reported != declared
+        {
+            tracing::warn!(
+                target: "smg", worker = worker.spec.url, reported, declared,
+                "the engine reports another pairing_protocol than was declared: what was declared holds"
             );
         }
         support::warn_of_another_engine_id(&worker);

@@ -70,6 +70,14 @@ def run(target: str, seconds: int) -> dict:
     }
 
 
+def commit() -> str:
+    """What was run, as git names it; changes that are not committed show."""
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    return f"commit {asked.stdout.strip()}" if asked.returncode == 0 else "an unknown commit"
+
+
 def report(results: list) -> str:
     lines = [
         "# Fuzzing",
@@ -77,7 +85,7 @@ def report(results: list) -> str:
         "The last run of `make fuzz` (libFuzzer, `fuzz/`), one process a target, two at a time. Seeds are in `fuzz/seeds`; what a run found to be",
         "interesting before it is used again but not kept in the repository.",
         "",
-        f"{datetime.date.today():%d %B %Y}.",
+        f"{datetime.date.today():%d %B %Y}, {commit()}.",
         "",
         "| target | what must hold | seconds | inputs | edges | corpus | findings |",
         "|---|---|---|---|---|---|---|",

@@ -234,6 +234,25 @@ async fn an_engine_id_that_the_fleet_learned_is_replaced_and_one_that_was_regist
 }
 
 #[tokio::test]
+async fn an_engine_id_that_changed_while_nobody_watched_is_learned_anew() {
+    let declared = json!({"kv_connector": "MooncakeConnector", "runtime_type": "vllm"});
+    let p = vllm(Role::Prefill, Connector::Mooncake).await;
+    let directory = tempfile::tempdir().unwrap();
+    let flags = ["--health-check-interval-secs", "1", "--load-monitor-interval", "3600"];
+    let smg = Smg::durable(directory.path(), &flags).await;
+    let id = smg.register(&spec_with(&p, "prefill", declared)).await;
+    drop(smg);
+    let before = p.engine_id();
+    p.restart().await.unwrap();
+    assert_ne!(p.engine_id(), before);
+    let smg = Smg::durable(directory.path(), &flags).await;
+    eventually("the new id is known to the fleet", || async {
+        (smg.get_json(&format!("/workers/{id}")).await["kv_engine_id"] == json!(p.engine_id())).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_mooncake_prefill_without_an_engine_id_mints_nothing_and_decode_recomputes() {
     let declared = json!({"kv_connector": "MooncakeConnector"});
     // Nobody there could tell the id either.

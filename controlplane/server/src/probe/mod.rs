@@ -161,6 +161,11 @@ impl Shared {
         sleep(interval.min(self.timing.spread).mul_f64(rand::random())).await;
         let (mut judge, mut restarts, mut attempts) = (Judge::default(), Restarts::default(), Attempts::default());
         let (mut unconfirmed, mut said) = (false, None);
+        // Nobody watched until now: what gave out this id may be gone. Over gRPC each look brings the id.
+        let learned = |worker: &Arc<Worker>| worker.learned_engine_id().is_some() && !speaks_grpc(&target.url);
+        if !target.probe.disabled && self.writer.store().local().worker(id).is_some_and(learned) {
+            attempts = Attempts::after_restart();
+        }
         loop {
             let Some(worker) = self.writer.store().local().worker(id).cloned() else { return };
             let mut health = worker.health;

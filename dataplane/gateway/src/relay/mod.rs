@@ -148,6 +148,18 @@ impl Rewriting {
     }
 }
 
+impl<E: OnEnd, B: Body> Relay<E, B> {
+    /// Puts a piece of the body that was read already before the rest.
+    pub fn starting_with(mut self, first: Option<Frame<Bytes>>) -> Self {
+        self.first = first;
+        // Nobody asks an empty body of known length for its end.
+        if self.first.is_none() && self.upstream.is_end_stream() {
+            self.end(Ended::Complete);
+        }
+        self
+    }
+}
+
 impl<E: OnEnd, B> Relay<E, B> {
     /// Forwards `upstream` until `deadline`. `events` = the body is a stream of server-sent events of this dialect, kept alive after
     /// `keep_alive` of silence.
@@ -174,12 +186,6 @@ impl<E: OnEnd, B> Relay<E, B> {
             rewriting: None,
             on_end: Some(on_end),
         }
-    }
-
-    /// Puts a piece of the body that was read already before the rest.
-    pub fn starting_with(mut self, first: Option<Frame<Bytes>>) -> Self {
-        self.first = first;
-        self
     }
 
     /// Rewrites the data of a stream's events.
@@ -400,6 +406,24 @@ mod tests {
     impl OnEnd for Unheard {
         fn first_output(&mut self) {}
         fn ended(&mut self, _: Ended) {}
+    }
+
+    #[tokio::test]
+    async fn an_empty_answer_of_known_length_is_complete_though_nobody_asks_for_its_end() {
+        struct Heard(std::sync::mpsc::Sender<Ended>);
+        impl OnEnd for Heard {
+            fn first_output(&mut self) {}
+            fn ended(&mut self, ended: Ended) {
+                self.0.send(ended).unwrap();
+            }
+        }
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for (body, expected) in [("", Ended::Complete), ("x", Ended::ClientLeft { output: false })] {
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let body = http_body_util::Full::new(Bytes::from(body));
+            drop(Relay::new(body, None, deadline, None, Heard(sender)).starting_with(None));
+            assert_eq!(receiver.recv().unwrap(), expected);
+        }
     }
 
     #[tokio::test]

@@ -154,6 +154,32 @@ async fn the_log_probabilities_of_a_prompt_are_those_of_the_engine_that_computed
 }
 
 #[tokio::test]
+async fn tokens_and_the_time_they_take_are_shown_under_the_documented_names() {
+    for engine in PAIRS {
+        let pair = Pair::of(engine, &[]).await;
+        assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+        assert_eq!(pair.smg.post(CHAT, &chat_stream()).await.text().await.unwrap().matches("[DONE]").count(), 1);
+        pair.is_clean().await;
+        let prompt = pair.decode.calls()[0].token_ids().len() as f64;
+        let of = |more: &[(&'static str, &'static str)]| {
+            [&[("backend_type", "pd"), ("model", MODEL), ("endpoint", "chat")][..], more].concat()
+        };
+        for (kind, tokens) in [("input", 2.0 * prompt), ("output", 16.0)] {
+            let labels = of(&[("token_type", kind)]);
+            assert_eq!(pair.smg.metric("smg_router_tokens_total", &labels).await, tokens, "{engine:?} {kind}");
+        }
+        for (name, at_least) in [
+            ("smg_router_generation_duration_seconds_count", 2.0),
+            ("smg_router_ttft_seconds_count", 1.0),
+            ("smg_router_tpot_seconds_count", 1.0),
+        ] {
+            let count = pair.smg.metric(name, &of(&[])).await;
+            assert!((at_least..=2.0).contains(&count), "{engine:?} {name}: {count}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn the_time_between_a_handoff_and_its_decode_is_measured_where_legs_are_sequential() {
     for (engine, handoffs) in [(Engine::Vllm, 1.0), (Engine::Sglang, 0.0)] {
         let pair = Pair::of(engine, &[]).await;

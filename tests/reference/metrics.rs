@@ -97,6 +97,13 @@ pub const TABLES: &[Table] = &[
         ],
     ),
     (
+        "Related series of PD serving",
+        &[(
+            "smg_router_ttft_seconds, smg_router_tpot_seconds, smg_router_generation_duration_seconds, smg_router_tokens_total",
+            By(&[("tests/grpc/answers.rs", "tokens_and_the_time_they_take_are_shown_under_the_documented_names")]),
+        )],
+    ),
+    (
         "Metrics of the edge and the router",
         &[
             (
@@ -131,10 +138,16 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "smg_log_dropped_lines",
-                By(&[(
-                    "tests/flags.rs",
-                    "a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_counted",
-                )]),
+                By(&[
+                    (
+                        "tests/flags.rs",
+                        "a_console_that_takes_nothing_holds_no_request_up_and_what_it_misses_is_counted",
+                    ),
+                    (
+                        "tests/flags.rs",
+                        "a_request_is_served_and_a_line_counted_where_logs_have_no_room_and_files_go_on_when_they_have",
+                    ),
+                ]),
             ),
             (
                 "smg_tokio_workers, smg_tokio_alive_tasks, smg_tokio_global_queue_depth, smg_tokio_worker_parks_total, smg_tokio_worker_busy_ratio, smg_tokio_event_loop_delay_seconds, smg_tokio_event_loop_stalls_total",

@@ -12,11 +12,15 @@ pub const TABLES: &[Table] = &[
                 By(&[("tests/serving.rs", "a_pair_that_hands_over_answers_byte_for_byte_what_one_engine_answers")]),
             ),
             (
-                "TokenSpeed",
+                "SGLang, vLLM and TokenSpeed over gRPC",
                 By(&[(
                     "tests/grpc/answers.rs",
                     "pairs_registered_at_run_time_answer_what_their_decode_says_streamed_or_not",
                 )]),
+            ),
+            (
+                "the scheme of a worker's URL selects the path",
+                By(&[("tests/grpc/wires.rs", "http_and_grpc_workers_serve_one_model_and_never_pair_with_each_other")]),
             ),
             (
                 "other runtimes have no PD protocol",
@@ -47,11 +51,31 @@ pub const TABLES: &[Table] = &[
             ),
             (
                 "rooms are new and 63 bits wide",
-                By(&[("tests/fidelity.rs", "rooms_are_63_bit_integers_equal_on_both_legs_and_never_the_same_twice")]),
+                By(&[
+                    ("tests/fidelity.rs", "rooms_are_63_bit_integers_equal_on_both_legs_and_never_the_same_twice"),
+                    (
+                        "dataplane/engines/tests/sglang_legs.rs",
+                        "rooms_of_many_requests_are_63_bit_integers_equal_on_both_legs",
+                    ),
+                ]),
             ),
             (
                 "the registered port is forwarded as it is",
                 By(&[("tests/connectors.rs", "a_missing_bootstrap_port_is_forwarded_as_null")]),
+            ),
+            (
+                "over gRPC a prefill without a port is addressed on 8998",
+                By(&[(
+                    "dataplane/engines/src/grpc/rendezvous.rs",
+                    "a_prefill_without_a_bootstrap_port_is_met_on_8998",
+                )]),
+            ),
+            (
+                "TokenSpeed: rooms land on the rank of the prefill",
+                By(&[
+                    ("dataplane/engines/src/grpc/rendezvous.rs", "a_room_lies_below_its_limit_and_leads_to_its_rank"),
+                    ("tests/grpc/fleets.rs", "each_rank_is_a_worker_and_both_legs_run_on_the_rank_that_was_chosen"),
+                ]),
             ),
             (
                 "--dp-aware: legs carry the rank",
@@ -154,6 +178,13 @@ pub const TABLES: &[Table] = &[
             (
                 "MoRIIOConnector: the decode leg of concurrent WRITE",
                 By(&[("dataplane/engines/tests/moriio.rs", "a_concurrent_decode_leg_names_the_prefills_side_channel")]),
+            ),
+            (
+                "a MoRIIOConnector decode takes the MoRI-IO path whatever its prefill is",
+                By(&[(
+                    "tests/connectors.rs",
+                    "a_moriio_decode_with_another_prefill_is_refused_before_any_leg_is_contacted",
+                )]),
             ),
             (
                 "none or another connector",
@@ -417,6 +448,13 @@ pub const TABLES: &[Table] = &[
                 )]),
             ),
             (
+                "remote_host is not compared",
+                By(&[(
+                    "tests/moriio.rs",
+                    "under_concurrent_dispatch_no_answer_comes_out_before_its_handoff_has_passed",
+                )]),
+            ),
+            (
                 "concurrent: a decode response is held until it passes",
                 By(&[
                     ("tests/moriio.rs", "a_complete_decode_answer_waits_for_the_prefill"),
@@ -448,6 +486,17 @@ pub const TABLES: &[Table] = &[
                     ("tests/legs.rs", "a_leg_that_is_cut_before_its_head_closes_the_silent_one"),
                     ("tests/legs.rs", "an_engine_that_stops_closes_the_silent_leg_beside_it"),
                 ]),
+            ),
+            (
+                "over gRPC a leg that fails to start answers at once",
+                By(&[
+                    ("tests/grpc/failures.rs", "a_leg_that_an_engine_refuses_answers_with_its_status_and_words"),
+                    ("tests/grpc/failures.rs", "a_sample_that_does_not_start_fails_the_request_and_aborts_the_others"),
+                ]),
+            ),
+            (
+                "a MoRI-IO leg is dropped when the client hangs up",
+                By(&[("tests/moriio.rs", "a_client_that_leaves_ends_both_legs_and_charges_nobody")]),
             ),
             (
                 "prefill failures stay on the prefill worker",

@@ -101,6 +101,19 @@ pub const TABLES: &[Table] = &[
                 By(&[("shared/fleet/src/pairing.rs", "an_explicit_protocol_replaces_everything_but_the_runtime")]),
             ),
             (
+                "the sources of an explicit protocol, in their order",
+                By(&[
+                    (
+                        "shared/fleet/src/pairing.rs",
+                        "a_protocol_is_that_of_the_label_else_of_the_field_else_of_the_engine",
+                    ),
+                    (
+                        "controlplane/server/src/jobs/tests.rs",
+                        "engines_that_speak_grpc_are_recognised_by_the_health_check_they_answer",
+                    ),
+                ]),
+            ),
+            (
                 "no pair at all",
                 By(&[("tests/pairing.rs", "an_incompatible_fleet_is_refused_at_once_and_said_in_the_log")]),
             ),
@@ -111,6 +124,48 @@ pub const TABLES: &[Table] = &[
             (
                 "worked out when workers join or leave",
                 By(&[("tests/pairing.rs", "pairs_follow_the_workers_that_join_and_leave")]),
+            ),
+        ],
+    ),
+    (
+        "Troubleshooting: symptoms",
+        &[
+            (
+                "503 no_available_workers: the message names the leg",
+                By(&[("tests/breakers.rs", "a_leg_whose_only_worker_is_gone_is_named_with_the_time_to_come_back")]),
+            ),
+            (
+                "503 no_compatible_pd_pair: the keys in /workers tell what differs",
+                By(&[("tests/pairing.rs", "each_rule_keeps_legs_apart_as_its_mode_says")]),
+            ),
+            (
+                "503 worker_overload_protection_shed: a full window, or a leg that is overloaded",
+                By(&[
+                    ("tests/grpc/refusals.rs", "a_decode_window_lets_in_what_the_engine_runs_and_sheds_the_rest"),
+                    ("tests/overload.rs", "with_the_shed_flag_requests_are_refused_with_a_hint_and_not_retried"),
+                ]),
+            ),
+            (
+                "400 context_length_exceeded",
+                By(&[("tests/grpc/refusals.rs", "a_prompt_longer_than_the_smaller_window_reaches_no_engine")]),
+            ),
+            (
+                "decode recomputes prompts: passthrough is counted, and params that do not come",
+                By(&[
+                    ("tests/connectors.rs", "passthrough_relays_what_comes_back_or_nothing"),
+                    ("tests/connectors.rs", "a_nixl_prefill_that_hands_nothing_over_is_counted_and_decode_recomputes"),
+                ]),
+            ),
+            (
+                "n>1 completions of SGLang over HTTP are refused instead of stalling",
+                By(&[("tests/connectors.rs", "several_samples_of_a_completion_are_refused_before_any_sglang_leg")]),
+            ),
+            (
+                "high time to first token: the time of prefills is measured",
+                By(&[(
+                    "tests/metrics.rs",
+                    "every_documented_series_of_http_serving_moves_under_its_documented_name_and_labels",
+                )]),
             ),
         ],
     ),

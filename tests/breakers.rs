@@ -56,7 +56,7 @@ async fn a_broken_worker_costs_a_few_attempts_and_no_request_whatever_the_policy
 #[tokio::test]
 async fn of_a_crowd_a_half_open_worker_gets_its_trial_and_the_others_the_rest() {
     const CROWD: u64 = 50;
-    let flags = ["--cb-failure-threshold", "1", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1"];
+    let flags = ["--cb-failure-threshold", "1", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "2"];
     let fleet = fleet(1, 2, &[&flags[..], &["--policy", "round_robin"]].concat()).await;
     let (smg, weak, strong) = (&fleet.smg, &fleet.decodes[0], &fleet.decodes[1]);
     fleet.prefills[0].set_fault(anything());

@@ -93,8 +93,10 @@ async fn fields_the_gateway_does_not_know_reach_both_legs() {
         body[name] = value.clone();
         body["messages"][0][name] = value.clone();
     }
-    body["tools"] = json!([{"type": "function", "function": {"name": "f", "x_future": extensions["x_future"]}}]);
-    body["response_format"] = json!({"type": "json_object", "x_future": extensions["x_future"]});
+    body["tools"] = json!([{"type": "function", "function": extensions}]);
+    body["tools"][0]["function"]["name"] = json!("f");
+    body["response_format"] = extensions.clone();
+    body["response_format"]["type"] = json!("json_object");
     let text = body.to_string();
     let sent = members(text.as_bytes());
 
@@ -212,7 +214,7 @@ async fn a_cap_that_the_client_did_not_set_is_not_set_for_decode() {
 
 #[tokio::test]
 async fn rooms_are_63_bit_integers_equal_on_both_legs_and_never_the_same_twice() {
-    let requests = if std::env::var_os("SMG_SOAK").is_some() { 20_000 } else { 2_000 };
+    let requests = if soaks() { 20_000 } else { 2_000 };
     let engine = |role| MockEngine::builder().engine(Engine::Sglang).role(role).model(MODEL).records(requests + 1_000);
     let (prefill, decode) = (engine(Role::Prefill).start().await.unwrap(), engine(Role::Decode).start().await.unwrap());
     prefill.set_fault(anything());

@@ -79,14 +79,16 @@ async fn a_stream_goes_on_when_its_prefill_breaks_off_in_the_middle() {
 async fn a_stream_begins_and_ends_with_its_decode_while_the_prefills_body_goes_on() {
     let serving = Serving::start(Dispatch::Parallel, &["--disable-retries"]).await;
     let prefill = serving.prefill.as_ref().unwrap();
-    // A prefill that keeps its connection busy with blanks for 3 s, and a decode that is done in 600 ms.
+    // A prefill that keeps its connection busy with blanks for 3 s, and a decode that is done in 600 ms; in the long variant 20 s and 2 s.
+    let (pause, pauses, output) = if soaks() { (1000, 20, 2000) } else { (200, 15, 600) };
+    let [pause, output] = [pause, output].map(Duration::from_millis);
     let blanks = |text: &'static str| {
-        let pieces = (0..15).map(|_| (Duration::from_millis(200), " ")).chain([(Duration::ZERO, text)]);
+        let pieces = (0..pauses).map(|_| (pause, " ")).chain([(Duration::ZERO, text)]);
         let fault = Fault::generation().script(pieces.collect::<Vec<_>>());
         fault.header("content-type", "application/json")
     };
     prefill.set_fault(blanks("{}"));
-    let events = [(Duration::ZERO, EVENT), (Duration::from_millis(600), EVENT), (Duration::ZERO, DONE)];
+    let events = [(Duration::ZERO, EVENT), (output, EVENT), (Duration::ZERO, DONE)];
     serving.output.set_fault(Fault::generation().script(events));
     let mut response = serving.smg.post(CHAT, &chat_stream()).await;
     assert_eq!(response.chunk().await.unwrap().unwrap(), EVENT);
@@ -96,12 +98,12 @@ async fn a_stream_begins_and_ends_with_its_decode_while_the_prefills_body_goes_o
         rest.extend_from_slice(&chunk);
     }
     assert_eq!(rest, format!("{EVENT}{DONE}").as_bytes());
-    assert!(begun.elapsed() > Duration::from_millis(400), "the first event was held back");
+    assert!(begun.elapsed() > output - Duration::from_millis(200), "the first event was held back");
     assert_eq!(prefill.active(), 1, "the stream ended with its decode");
     let outcomes = [("worker", &*prefill.url())];
     assert_eq!(serving.smg.metric("smg_worker_cb_outcomes_total", &outcomes).await, 0.0, "it is not over");
     let ended = |engine: &MockEngine| engine.generations()[0].finished_at.is_some();
-    prefill.wait_until(PATIENCE, ended).await.unwrap();
+    prefill.wait_until(2 * PATIENCE, ended).await.unwrap();
     assert_eq!(prefill.generations()[0].peer_closed_at, None, "its body is read to the end");
     serving.smg.until_idle().await;
     let succeeded = [outcomes[0], ("outcome", "success")];
@@ -116,7 +118,7 @@ async fn a_stream_begins_and_ends_with_its_decode_while_the_prefills_body_goes_o
     let asked = Instant::now();
     let answer = serving.smg.post("/generate", &json!({"text": "hi", "return_logprob": true})).await;
     assert_eq!(answer.text().await.unwrap(), r#"{"meta_info":{"input_token_logprobs":[[-1.0,1,null]]}}"#);
-    assert!(asked.elapsed() > Duration::from_secs(2));
+    assert!(asked.elapsed() > (pauses - 1) * pause);
 }
 
 #[tokio::test]

@@ -137,11 +137,22 @@ async fn ipv6_workers_are_probed_served_and_named_in_brackets() {
 #[tokio::test]
 async fn a_start_with_dead_workers_serves_with_the_rest_and_they_join_when_they_come_up() {
     let (prefill, alive, dead) = (sglang(Role::Prefill).await, sglang(Role::Decode).await, sglang(Role::Decode).await);
-    dead.stop().await;
     let (urls, port) = ([prefill.url(), alive.url(), dead.url()], prefill.bootstrap_port().unwrap().to_string());
     let flags = ["--policy", "round_robin", "--prefill", &urls[0], &port, "--decode", &urls[1], "--decode", &urls[2]];
-    let smg = Smg::launch(&flags).await;
-    until_ready(&smg).await;
+    let started = async || {
+        let began = Instant::now();
+        let smg = Smg::launch(&flags).await;
+        until_ready(&smg).await;
+        (smg, began.elapsed())
+    };
+    // What a start takes on this machine.
+    let (_, with_all) = started().await;
+    dead.stop().await;
+    let (smg, without_one) = started().await;
+    assert!(
+        without_one < Duration::from_secs(5).max(2 * with_all),
+        "{without_one:?}, and {with_all:?} with all workers"
+    );
     for _ in 0..4 {
         assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
     }
@@ -182,15 +193,23 @@ const QUICK: [&str; 8] = [
 #[tokio::test]
 async fn a_worker_that_failed_for_long_comes_back_without_being_asked() {
     let flags = [&QUICK[..], &["--health-failure-threshold", "1"]].concat();
-    let (smg, _prefill, decode) = sglang_pair(&flags).await;
+    let (smg, prefill, decode) = sglang_pair(&flags).await;
     decode.stop().await;
     eventually("it counts as failed", || async {
         (shown(&smg, &decode.url()).await["status"] == "failed").then_some(())
     })
     .await;
     assert_eq!(smg.get("/readiness").await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    // The prefill, which is probed once a second, is the clock: it is as late as everything else on a busy machine.
+    let seconds = || prefill.requests().iter().filter(|request| request.path == "/health").count();
+    let long_failed = seconds() + if soaks() { 60 } else { 3 };
+    eventually_within(6 * PATIENCE, "it has failed for long", || async { (seconds() >= long_failed).then_some(()) })
+        .await;
+    let before = seconds();
     decode.start_again().await.unwrap();
     until_ready(&smg).await;
+    let took = seconds() - before;
+    assert!(took <= 3, "an interval for each success that is needed, and two seconds: {took}");
     assert_eq!(shown(&smg, &decode.url()).await["status"], "ready");
     assert_eq!(smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
 }
@@ -209,15 +228,19 @@ async fn a_busy_worker_stays_in_rotation_and_one_that_leaves_it_ends_what_it_run
     let flags = [&QUICK[..], &["--health-failure-threshold", "3"]].concat();
     let (smg, prefill, busy) = sglang_pair(&flags).await;
     let event = "data: {\"a\":1}\n\n";
-    let pieces = (0..300).map(|_| (Duration::from_millis(50), event)).chain([(Duration::ZERO, "data: [DONE]\n\n")]);
+    // Two rounds of three probes; in the long variant two minutes of them.
+    let (rounds, events) = if soaks() { (24, 3200) } else { (2, 300) };
+    let pieces = (0..events).map(|_| (Duration::from_millis(50), event));
+    let pieces = pieces.chain([(Duration::ZERO, "data: [DONE]\n\n")]);
     prefill.set_fault(instant_prefill());
     busy.set_fault(Fault::generation().script(pieces.collect::<Vec<_>>()).times(1));
     let mut running = smg.post(CHAT, &streamed(chat())).await;
     assert_eq!(running.chunk().await.unwrap().unwrap(), event);
     prefill.clear_faults();
-    // Two of three probes fail: one in time, one by its lateness.
-    for _ in 0..2 {
-        busy.set_fault(Fault::health().status(503, "{}").times(1));
+    // Two of three probes fail: one by its lateness, one in time or, in the long variant, by its lateness too.
+    for _ in 0..rounds {
+        let other = if soaks() { Fault::health().hang() } else { Fault::health().status(503, "{}") };
+        busy.set_fault(other.times(1));
         busy.set_fault(Fault::health().hang().times(1));
         until_probed(&busy).await;
         assert_eq!(shown(&smg, &busy.url()).await["status"], "ready");

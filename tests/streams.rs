@@ -65,10 +65,10 @@ async fn characters_that_are_cut_between_writes_arrive_whole() {
 
 #[tokio::test]
 async fn comments_are_neither_output_nor_errors() {
-    let pause = Duration::from_millis(300);
+    let pause = Duration::from_secs(1);
     let (first, second) = (event("a"), event("b"));
     let pieces = [(Duration::ZERO, ": ping\n\n"), (pause, ": ping\n\n"), (pause, ": ping\n\n")];
-    let pieces: Vec<_> = pieces.into_iter().chain([(pause, &*first), (Duration::ZERO, &second)]).collect();
+    let pieces: Vec<_> = pieces.into_iter().chain([(Duration::ZERO, &*first), (Duration::ZERO, &second)]).collect();
     join_all([Dispatch::Parallel, Dispatch::Sequential].map(|dispatch| {
         let pieces: Vec<_> = pieces.iter().map(|(pause, piece)| (*pause, (*piece).to_owned())).collect();
         let (first, second) = (first.clone(), second.clone());
@@ -82,7 +82,7 @@ async fn comments_are_neither_output_nor_errors() {
             let expected = format!(": ping\n\n: ping\n\n: ping\n\n{first}{second}{DONE}");
             assert_eq!(stream, expected, "{dispatch:?}");
             let first_output = serving.smg.metric("smg_pd_ttft_seconds_sum", &[]).await;
-            assert!(first_output >= 0.85, "a comment counted as output: {first_output}");
+            assert!(first_output >= 1.95, "a comment counted as output: {first_output}");
         }
     }))
     .await;
@@ -108,6 +108,7 @@ async fn a_usage_event_leaves_its_neighbours_as_they_are() {
 async fn a_stream_that_breaks_is_recognisable_and_charged_to_the_engine_that_broke_it() {
     join_all(DISPATCHES.map(|dispatch| async move {
         let serving = Serving::scripted(dispatch, &[]).await;
+        let mut all_idle = Vec::new();
         // The reset comes after a pause: a reset discards what the peer has not read yet.
         let pieces = [(Duration::ZERO, event("a")), (Duration::ZERO, event("b"))];
         let pieces = pieces.into_iter().chain([(Duration::from_millis(300), ": last\n\n".to_owned())]);
@@ -123,15 +124,18 @@ async fn a_stream_that_breaks_is_recognisable_and_charged_to_the_engine_that_bro
                 let (stream, broken) = read(response).await;
                 assert!(stream.starts_with(&format!("{}{}", event("a"), event("b"))), "{dispatch:?} {path}: {stream}");
                 assert!(broken || has_error(&stream), "{dispatch:?} {path}: it looks complete: {stream}");
+                let broke = Instant::now();
+                serving.smg.until_idle().await;
+                all_idle.push(broke.elapsed());
                 let broken_so_far = number * 3 + route + 1;
                 assert_eq!(serving.output.generation_count(), broken_so_far as u64, "nothing is tried again");
-                serving.smg.until_idle().await;
                 assert_eq!(serving.failures(&serving.output).await, broken_so_far as f64);
                 if let Some(prefill) = &serving.prefill {
                     assert_eq!(serving.failures(prefill).await, 0.0, "{dispatch:?}");
                 }
             }
         }
+        assert!(usual(all_idle) < Duration::from_secs(1), "{dispatch:?}: nothing counts as active any more");
     }))
     .await;
 }
@@ -207,12 +211,17 @@ async fn the_end_marker_arrives_exactly_as_often_as_the_engine_sent_it() {
             let stream = format!("{}{end}", event("a"));
             serving.output.clear_faults();
             serving.output.set_fault(Fault::generation().script(at_once([&*stream])));
+            let mut all_late = Vec::new();
             for (path, body) in requests() {
-                let started = Instant::now();
                 let received = read(serving.smg.post(path, &streamed(body)).await).await;
+                let ended = Instant::now();
                 assert_eq!(received, (stream.clone(), false), "{dispatch:?} {path}");
-                assert!(started.elapsed() < Duration::from_secs(5));
+                let done = |engine: &MockEngine| engine.generations().last().unwrap().finished_at.is_some();
+                serving.output.wait_until(PATIENCE, done).await.unwrap();
+                let engine_ended = serving.output.generations().pop().unwrap().finished_at.unwrap();
+                all_late.push(ended.saturating_duration_since(engine_ended));
             }
+            assert!(best(all_late) < Duration::from_millis(200), "{dispatch:?}: a stream ends with its engine's");
         }
         serving.smg.until_idle().await;
         assert_eq!(serving.failures(&serving.output).await, 0.0);
@@ -222,28 +231,32 @@ async fn the_end_marker_arrives_exactly_as_often_as_the_engine_sent_it() {
 
 #[tokio::test]
 async fn a_stream_ends_after_its_end_marker_though_the_engine_keeps_the_connection() {
-    join_all(DISPATCHES.map(|dispatch| async move {
+    let all_took = join_all(DISPATCHES.map(|dispatch| async move {
         let serving = Serving::scripted(dispatch, &[]).await;
         let stream = format!("{}{DONE}", event("a"));
         serving.output.set_fault(Fault::generation().script(at_once([&*stream])).stall_at_end());
-        let received = read(serving.smg.post("/v1/chat/completions", &chat_stream()).await).await;
-        assert_eq!(received, (stream, false), "{dispatch:?}");
-        let ended = Instant::now();
+        let response = serving.smg.post("/v1/chat/completions", &chat_stream()).await;
+        let begun = Instant::now();
+        assert_eq!(read(response).await, (stream, false), "{dispatch:?}");
         serving.smg.until_idle().await;
-        assert!(ended.elapsed() < Duration::from_secs(5));
+        let took = begun.elapsed();
         assert_eq!(serving.failures(&serving.output).await, 0.0);
         let closed = |engine: &MockEngine| engine.generations()[0].peer_closed_at.is_some();
         serving.output.wait_until(PATIENCE, closed).await.unwrap();
+        took
     }))
     .await;
+    // The relay's own tests hold it to its second; the rest is what polling takes.
+    assert!(best(all_took.clone()) < Duration::from_millis(1500), "{all_took:?}");
 }
 
 #[tokio::test]
 async fn an_event_reaches_the_client_before_the_engine_writes_the_next() {
     join_all(DISPATCHES.map(|dispatch| async move {
         let serving = Serving::scripted(dispatch, &[]).await;
-        let gap = Duration::from_secs(2);
-        let first = event("a");
+        let gap = Duration::from_secs(3);
+        let first = "data: {\"choices\":[{\"delta\":\"abcdef\"}]}\n\n".to_owned();
+        assert_eq!(first.len(), 40);
         let pieces = [(Duration::ZERO, first.clone()), (gap, event("b")), (Duration::ZERO, DONE.to_owned())];
         serving.output.set_fault(Fault::generation().script(pieces));
         let held_back = join_all(requests().map(async |(path, body)| {
@@ -261,7 +274,7 @@ async fn an_event_reaches_the_client_before_the_engine_writes_the_next() {
         }))
         .await;
         // One event may be late on a busy machine; a buffer would hold back all of them.
-        assert!(held_back.iter().min().unwrap() < &Duration::from_millis(200), "{dispatch:?}: {held_back:?}");
+        assert!(best(held_back.clone()) < Duration::from_millis(200), "{dispatch:?}: {held_back:?}");
     }))
     .await;
 }
@@ -289,7 +302,7 @@ async fn nothing_is_tried_again_once_output_has_been_sent() {
 #[tokio::test]
 async fn a_client_that_stops_reading_stops_the_engine_and_costs_no_memory() {
     const PIECE: usize = 16 * 1024;
-    const PIECES: usize = 64 * 1024 * 1024 / PIECE;
+    const PIECES: usize = 200 * 1024 * 1024 / PIECE;
     let serving = Serving::scripted(Dispatch::Parallel, &[]).await;
     // Each piece differs from all others: sixteen events of its number.
     let piece = |number: usize| Bytes::from(format!("data: {number:01016}\n\n").repeat(PIECE / 1024));
@@ -302,15 +315,17 @@ async fn a_client_that_stops_reading_stops_the_engine_and_costs_no_memory() {
     let mut stream = response.bytes_stream();
     let mut pending = stream.next().await.unwrap().unwrap().to_vec();
     let (mut sent, mut unchanged) = (0, 0);
-    eventually("the engine stands still", || {
+    // Half a second; in the long variant as long as a client may well pause.
+    let pause = if soaks() { 2000 } else { 50 };
+    eventually_within(3 * PATIENCE, "the engine stands still", || {
         let now = serving.output.generations()[1].bytes_sent;
         unchanged = if now == sent { unchanged + 1 } else { 0 };
         sent = now;
-        let still = (unchanged == 50).then_some(());
+        let still = (unchanged == pause).then_some(());
         async move { still }
     })
     .await;
-    assert!(sent < (PIECES * PIECE / 2) as u64, "the engine was let run on: {sent} bytes");
+    assert!(sent < (PIECES * PIECE / 4) as u64, "the engine was let run on: {sent} bytes");
     let grown = serving.smg.resident_bytes().saturating_sub(before);
     assert!(grown < 8 * 1024 * 1024, "the gateway stored {grown} bytes");
 

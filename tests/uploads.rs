@@ -29,7 +29,9 @@ async fn bodies_over_the_limit_are_refused_announced_or_not_and_reach_no_engine(
     };
     for path in INFERENCE {
         refused(smg.post_bytes(path, fitting(4097)).await, 413, "request_body_too_large").await;
-        let chunks: Vec<_> = (0..64).map(|_| Ok::<_, std::io::Error>(Bytes::from(vec![b' '; 128]))).collect();
+        let chunks = fitting(4097).into_bytes();
+        let chunks: Vec<_> =
+            chunks.chunks(128).map(|chunk| Ok::<_, std::io::Error>(Bytes::copy_from_slice(chunk))).collect();
         let chunked = reqwest::Body::wrap_stream(stream::iter(chunks));
         refused(smg.post_bytes(path, chunked).await, 413, "request_body_too_large").await;
     }
@@ -140,12 +142,12 @@ async fn slow_uploads_end_before_any_worker_is_chosen_and_keep_nobody_out() {
         let (mut read, mut write) = stream.into_split();
         let drip = async {
             while write.write_all(b" ").await.is_ok() {
-                tokio::time::sleep(Duration::from_secs(1)).await;
+                tokio::time::sleep(Duration::from_secs(5)).await;
             }
             std::future::pending::<()>().await;
         };
         let mut said = vec![0; 4096];
-        let answer = async { tokio::time::timeout(PATIENCE, read.read(&mut said)).await.unwrap().unwrap() };
+        let answer = async { tokio::time::timeout(3 * PATIENCE, read.read(&mut said)).await.unwrap().unwrap() };
         let length = tokio::select! {
             length = answer => length,
             () = drip => unreachable!(),

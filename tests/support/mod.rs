@@ -45,6 +45,23 @@ pub fn free_port() -> u16 {
     }
 }
 
+/// Whether tests run in their long variants.
+pub fn soaks() -> bool {
+    std::env::var_os("SMG_SOAK").is_some()
+}
+
+/// The best of several measurements. A busy machine is late now and then; a timer or a buffer would make all of them late.
+pub fn best(measured: impl IntoIterator<Item = Duration>) -> Duration {
+    measured.into_iter().min().unwrap()
+}
+
+/// What is usual among several measurements.
+pub fn usual(measured: impl IntoIterator<Item = Duration>) -> Duration {
+    let mut measured: Vec<_> = measured.into_iter().collect();
+    measured.sort_unstable();
+    measured[measured.len() / 2]
+}
+
 /// Polls `condition` until it yields a value.
 pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, condition: impl FnMut() -> F) -> T {
     eventually_within(PATIENCE, what, condition).await

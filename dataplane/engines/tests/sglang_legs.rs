@@ -42,6 +42,31 @@ fn one_prompt_meets_in_one_room_on_both_legs() {
 }
 
 #[test]
+fn rooms_of_many_requests_are_63_bit_integers_equal_on_both_legs() {
+    let body = parse(r#"{"model":"m","prompt":"hi","max_tokens":8}"#, Completions);
+    let room_in = |leg: &str| {
+        let mut written = leg.split(r#""bootstrap_room":"#);
+        let [Some(_), Some(room), None] = [written.next(), written.next(), written.next()] else { panic!("{leg}") };
+        let room = room.trim_end_matches('}');
+        assert!(room.bytes().all(|byte| byte.is_ascii_digit()), "{leg}");
+        room.parse::<i64>().expect(leg)
+    };
+    // The ends of the range first, then words that differ in all of their bits.
+    let words = [0, 1, u64::MAX >> 1, u64::MAX - 1].into_iter();
+    let words = words.chain((1..=20_000).map(|number: u64| number.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
+    let mut rooms = std::collections::HashSet::new();
+    for word in words {
+        let rendezvous = Rendezvous::mint("prefill-0", Some(8998), Shape::of(&body).unwrap(), || word);
+        let (prefill, decode) = texts(&legs(&body, Strip, &rendezvous, Ranks::default()));
+        let room = room_in(&prefill);
+        assert_eq!(room, room_in(&decode));
+        assert_eq!(room, i64::try_from(room_from_random(word)).unwrap());
+        assert!(rooms.insert(room), "two requests meet in {room}");
+    }
+    assert_eq!(rooms.len(), 20_004);
+}
+
+#[test]
 fn a_worker_without_a_port_is_sent_null() {
     let (prefill, decode) = build(r#"{"text":"hi"}"#, Generate, None, Ranks::default());
     assert_eq!(prefill, r#"{"text":"hi","bootstrap_host":"prefill-0","bootstrap_port":null,"bootstrap_room":11}"#);

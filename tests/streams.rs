@@ -246,7 +246,7 @@ async fn a_stream_ends_after_its_end_marker_though_the_engine_keeps_the_connecti
         took
     }))
     .await;
-    // The relay's own tests hold it to its second; the rest is what polling takes.
+    // A second after its end marker the relay ends a stream; the rest is what polling takes.
     assert!(best(all_took.clone()) < Duration::from_millis(1500), "{all_took:?}");
 }
 

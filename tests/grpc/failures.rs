@@ -209,3 +209,25 @@ async fn an_end_that_comes_before_its_output_fails_its_request_alone() {
         pair.is_clean().await;
     }
 }
+
+#[tokio::test]
+async fn an_answer_of_which_a_part_was_lost_on_the_way_is_broken_and_never_looks_whole() {
+    // vLLM counts the tokens of each message alone: there a loss in the middle cannot be told.
+    for engine in [Engine::Sglang, Engine::Tokenspeed] {
+        let pair = Pair::of(engine, &["--disable-retries", "--disable-circuit-breaker"]).await;
+        for lost in [1, 3, 7] {
+            let fault = CallFault::generate().lose(lost).times(1);
+            pair.decode.set_call_fault(fault);
+            let mut body = chat_stream();
+            body["max_tokens"] = json!(8);
+            let response = pair.smg.post(CHAT, &body).await;
+            let status = response.status();
+            let text = response.text().await.unwrap();
+            assert!(text.contains("tokens of sample 0 and sent"), "{engine:?} {lost} {status} {text}");
+            assert!(!text.contains("finish_reason\":\"length"), "{engine:?} {lost} {text}");
+        }
+        let whole = pair.smg.post(CHAT, &chat_stream()).await.text().await.unwrap();
+        assert!(whole.ends_with("data: [DONE]\n\n") && !whole.contains("error"), "{engine:?} {whole}");
+        pair.is_clean().await;
+    }
+}

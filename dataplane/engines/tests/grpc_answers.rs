@@ -246,7 +246,8 @@ fn what_is_no_answer_is_an_error() {
 #[test]
 fn an_engine_that_counts_backwards_does_not_make_the_usage_fall() {
     let mut reader = Reader::new(1, true);
-    let chunk = tokenspeed_wire::GenerateStreamChunk { completion_tokens: 3, ..Default::default() };
+    let chunk =
+        tokenspeed_wire::GenerateStreamChunk { token_ids: vec![7, 8], completion_tokens: 3, ..Default::default() };
     tokenspeed::read(&mut reader, tokenspeed_chunk(chunk)).unwrap();
     let end = tokenspeed_wire::GenerateComplete {
         completion_tokens: 2,
@@ -280,7 +281,9 @@ fn an_end_that_comes_before_its_output_is_an_error_and_no_short_answer() {
     // No chunk at all: with the last tokens, or with a count of more than a stop token that is not told.
     assert_eq!(vllm::read(&mut Reader::new(1, true), vllm_end(&[3])), too_early);
     let counted = |completion_tokens| {
-        tokenspeed_complete(tokenspeed_wire::GenerateComplete { completion_tokens, ..Default::default() })
+        let stop = tokenspeed_wire::generate_complete::MatchedStop::MatchedTokenId(2);
+        let matched_stop = Some(stop);
+        tokenspeed_complete(tokenspeed_wire::GenerateComplete { completion_tokens, matched_stop, ..Default::default() })
     };
     assert_eq!(tokenspeed::read(&mut Reader::new(1, true), counted(8)), too_early);
     assert!(tokenspeed::read(&mut Reader::new(1, true), counted(1)).is_ok());
@@ -296,6 +299,91 @@ fn an_end_that_comes_before_its_output_is_an_error_and_no_short_answer() {
     }
     // What was not asked for in pieces comes whole.
     assert!(vllm::read(&mut Reader::new(1, false), vllm_end(&[1, 2, 3])).is_ok());
+}
+
+/// Reads a stream of chunks, given as tokens and count, and its end of so many tokens; what is wrong with it, and with which
+/// message.
+fn sglang_stream(chunks: &[(&[u32], u32)], counted: u32) -> Result<(), (usize, ReadError)> {
+    let mut reader = Reader::new(1, true);
+    for (at, (tokens, counted)) in chunks.iter().enumerate() {
+        let chunk = sglang_wire::GenerateStreamChunk {
+            token_ids: tokens.to_vec(),
+            completion_tokens: *counted,
+            ..Default::default()
+        };
+        sglang::read(&mut reader, sglang_chunk(chunk)).map_err(|error| (at, error))?;
+    }
+    let end = sglang_wire::GenerateComplete {
+        output_ids: chunks.last().map(|(tokens, _)| tokens.to_vec()).unwrap_or_default(),
+        completion_tokens: counted,
+        finish_reason: "length".into(),
+        ..Default::default()
+    };
+    sglang::read(&mut reader, sglang_complete(end)).map(drop).map_err(|error| (chunks.len(), error))
+}
+
+/// The same on TokenSpeed; `stop` = the token that ended it, if one did.
+fn tokenspeed_stream(chunks: &[(&[u32], u32)], counted: u32, stop: Option<u32>) -> Result<(), (usize, ReadError)> {
+    let mut reader = Reader::new(1, true);
+    for (at, (tokens, counted)) in chunks.iter().enumerate() {
+        let chunk = tokenspeed_wire::GenerateStreamChunk {
+            token_ids: tokens.to_vec(),
+            completion_tokens: *counted,
+            ..Default::default()
+        };
+        tokenspeed::read(&mut reader, tokenspeed_chunk(chunk)).map_err(|error| (at, error))?;
+    }
+    let end = tokenspeed_wire::GenerateComplete {
+        output_ids: chunks.last().map(|(tokens, _)| tokens.to_vec()).unwrap_or_default(),
+        completion_tokens: counted,
+        finish_reason: if stop.is_some() { "stop" } else { "length" }.into(),
+        matched_stop: stop.map(tokenspeed_wire::generate_complete::MatchedStop::MatchedTokenId),
+        ..Default::default()
+    };
+    tokenspeed::read(&mut reader, tokenspeed_complete(end)).map(drop).map_err(|error| (chunks.len(), error))
+}
+
+#[test]
+fn a_chunk_that_was_lost_on_the_way_is_noticed_by_the_count_of_the_next() {
+    let lost = |at, counted, sent| Err((at, ReadError::Lost { index: 0, counted, sent }));
+    assert_eq!(sglang_stream(&[(&[1], 1), (&[2, 3], 3), (&[4], 4)], 4), Ok(()));
+    assert_eq!(sglang_stream(&[(&[1], 1), (&[4], 4)], 4), lost(1, 4, 2));
+    assert_eq!(sglang_stream(&[(&[2, 3], 3), (&[4], 4)], 4), lost(0, 3, 2), "the first");
+    assert_eq!(
+        sglang_stream(&[(&[1], 1), (&[2, 3], 3)], 4),
+        lost(2, 4, 3),
+        "the last, before an end that repeats none"
+    );
+    // Who does not count, or falls behind, tells of no loss.
+    assert_eq!(sglang_stream(&[(&[1], 0), (&[2, 3], 0)], 0), Ok(()));
+    assert_eq!(sglang_stream(&[(&[1, 2], 1), (&[3], 3)], 3), Ok(()));
+}
+
+#[test]
+fn a_stop_token_that_is_counted_and_not_sent_is_no_loss_and_hides_none() {
+    let lost = |at, counted, sent| Err((at, ReadError::Lost { index: 0, counted, sent }));
+    let whole: &[(&[u32], u32)] = &[(&[1], 1), (&[2], 2)];
+    assert_eq!(tokenspeed_stream(whole, 2, None), Ok(()));
+    // In the last chunk beside other tokens, as all of it, which is then not sent, or asked for and sent.
+    assert_eq!(tokenspeed_stream(&[(&[1], 1), (&[2], 3)], 3, Some(9)), Ok(()));
+    assert_eq!(tokenspeed_stream(whole, 3, Some(9)), Ok(()));
+    assert_eq!(tokenspeed_stream(&[(&[1], 1), (&[2, 9], 3)], 3, Some(9)), Ok(()));
+    assert_eq!(tokenspeed_stream(&[(&[], 1)], 1, Some(9)), Ok(()), "an answer of nothing");
+    // One token is lost, then two, then one without a stop token.
+    assert_eq!(tokenspeed_stream(&[(&[1], 1), (&[3], 3), (&[4], 4)], 4, Some(9)), lost(2, 4, 3));
+    assert_eq!(tokenspeed_stream(&[(&[1], 1), (&[4], 4)], 4, Some(9)), lost(1, 4, 2));
+    assert_eq!(tokenspeed_stream(&[(&[1], 1), (&[3], 3)], 4, Some(9)), lost(2, 4, 2));
+    assert_eq!(tokenspeed_stream(&[(&[1], 1), (&[3], 3)], 3, None), lost(2, 3, 2));
+}
+
+#[test]
+fn an_answer_in_one_piece_has_all_tokens_that_its_engine_counts() {
+    let read = |output_ids: Vec<u32>| {
+        let whole = sglang_wire::GenerateComplete { output_ids, completion_tokens: 3, ..Default::default() };
+        sglang::read(&mut Reader::new(1, false), sglang_complete(whole)).map(drop)
+    };
+    assert_eq!(read(vec![1, 2, 3]), Ok(()));
+    assert_eq!(read(vec![1, 2]), Err(ReadError::Lost { index: 0, counted: 3, sent: 2 }));
 }
 
 #[test]

@@ -225,7 +225,7 @@ where
             }
         }
     });
-    let script = Script { fault, cut, sent: 0, over: false };
+    let script = Script { fault, cut, said: 0, sent: 0, over: false };
     let mut answer = Box::pin(messages(caller, received, job, dialect.write, script));
     // Headers go out with the first message.
     let first = match answer.next().await {
@@ -255,6 +255,8 @@ impl Drop for Caller {
 struct Script {
     fault: Option<CallFault>,
     cut: Option<Cut>,
+    /// What the engine said, and how much of it was sent.
+    said: u64,
     sent: u64,
     over: bool,
 }
@@ -308,9 +310,15 @@ fn messages<T: Default + Send + 'static>(
                 }
             }
         }
-        let event = match waiting.pop_front() {
-            Some(event) => Ok(event),
-            None => received.recv().await?,
+        let event = loop {
+            let event = match waiting.pop_front() {
+                Some(event) => Ok(event),
+                None => received.recv().await?,
+            };
+            script.said += 1;
+            if script.fault.as_ref().is_none_or(|fault| fault.lost != Some(script.said)) {
+                break event;
+            }
         };
         caller.open.first_message();
         let message = match event {

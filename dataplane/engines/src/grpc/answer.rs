@@ -6,10 +6,13 @@
 //!
 //! * a [`Message`]'s tokens and log probabilities are those not delivered before, so that joining them gives the output;
 //! * its counts are those so far;
-//! * a sample has one [`Complete`], and nothing follows it; nothing is missing before it either, as far as it tells: the
-//!   tokens that the end of a streamed sample repeats are the last ones that chunks brought.
+//! * a sample has one [`Complete`], and nothing follows it; nothing is missing before it either, as far as engines tell:
+//!   the tokens that the end of a streamed sample repeats are the last ones that chunks brought, and an engine that counts
+//!   tokens so far has not counted more than it sent.
 //!
-//! Engines are not trusted: what does not keep to this is an error, and fails the request that it answers.
+//! Engines are not trusted: what does not keep to this is an error, and fails the request that it answers. That a chunk
+//! was lost on the way is so noticed with the next message, or, where the engine keeps a stop token to itself, with the
+//! one after it; on vLLM, which counts the tokens of each message alone, only if it was the last one.
 
 use smg_apis::output::{FinishReason, MatchedStop, Usage};
 
@@ -174,6 +177,16 @@ pub enum ReadError {
         /// The sample.
         index: u32,
     },
+    /// Tokens that the engine counts did not come.
+    #[error("the engine counts {counted} tokens of sample {index} and sent {sent}")]
+    Lost {
+        /// The sample.
+        index: u32,
+        /// Tokens so far, by the engine's count.
+        counted: u32,
+        /// Tokens that came.
+        sent: u32,
+    },
     /// Lists of log probabilities that do not fit together.
     #[error("the engine sent log probabilities that belong to no tokens")]
     Logprobs,
@@ -216,10 +229,22 @@ pub(super) mod raw {
 /// How an engine counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Counted {
-    /// Tokens so far.
+    /// Tokens so far; 0 where it does not count.
     SoFar(u32),
+    /// The same, and with them the stop token that ended the sample, although that is not sent unless it was asked for.
+    SoFarWithStop(u32),
     /// Tokens of this message.
     New(u32),
+}
+
+impl Counted {
+    /// How many tokens it counts beyond `sent`.
+    fn beyond(self, sent: usize) -> u32 {
+        match self {
+            Self::SoFar(now) | Self::SoFarWithStop(now) => now.saturating_sub(u32::try_from(sent).unwrap_or(u32::MAX)),
+            Self::New(_) => 0,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Default)]
@@ -230,6 +255,8 @@ struct Sample {
     brought: usize,
     /// Those of the last chunk that had any.
     last: Vec<u32>,
+    /// One token fewer than counted has come. If it is the stop token, nothing more comes.
+    lacks_one: bool,
     streamed: bool,
     prompt_logprobs: bool,
     ended: bool,
@@ -275,6 +302,7 @@ impl Reader {
         let sample = self.sample(index)?;
         sample.count(chunk.completion_tokens, false);
         sample.note(&chunk.token_ids);
+        sample.check_chunk(index, chunk.completion_tokens)?;
         let prompt_logprobs = chunk.prompt_logprobs.filter(|_| !sample.prompt_logprobs);
         sample.prompt_logprobs |= prompt_logprobs.is_some();
         Ok(Message::Chunk(Chunk {
@@ -295,13 +323,17 @@ impl Reader {
         let (index, streams) = (complete.index, self.streams);
         let sample = self.sample(index)?;
         let comes_too_early = !sample.has(&complete, streams);
+        let all_came = sample.check_end(&complete);
         sample.count(complete.completion_tokens, true);
         sample.ended = true;
         let (tokens, streamed, prompt_known) = (sample.tokens, sample.streamed, sample.prompt_logprobs);
         self.ended += 1;
-        let reason = match complete.finish_reason.as_str() {
+        match complete.finish_reason.as_str() {
             "error" => return Err(ReadError::EngineFailed),
             _ if comes_too_early => return Err(ReadError::EndBeforeOutput { index }),
+            _ => all_came?,
+        }
+        let reason = match complete.finish_reason.as_str() {
             "stop" => FinishReason::Stop,
             "length" => FinishReason::Length,
             "abort" => FinishReason::Abort,
@@ -345,14 +377,42 @@ impl Sample {
         if self.streamed {
             return repeated.len() <= self.brought && (self.last.ends_with(repeated) || repeated.ends_with(&self.last));
         }
-        !streams || repeated.is_empty() && !matches!(end.completion_tokens, Counted::SoFar(2..))
+        !streams
+            || repeated.is_empty()
+                && !matches!(end.completion_tokens, Counted::SoFar(2..) | Counted::SoFarWithStop(2..))
+    }
+
+    /// Checks that all tokens have come which the engine counts with a chunk. One may be lacking, if it is the stop token:
+    /// that shows with what follows.
+    fn check_chunk(&mut self, index: u32, counted: Counted) -> Result<(), ReadError> {
+        let most = u32::from(matches!(counted, Counted::SoFarWithStop(_)) && !self.lacks_one);
+        self.lacks_one = counted.beyond(self.brought) > 0;
+        self.check(index, counted, self.brought, most)
+    }
+
+    /// The same at the end.
+    fn check_end(&self, end: &raw::Complete) -> Result<(), ReadError> {
+        let keeps_its_stop = matches!(end.completion_tokens, Counted::SoFarWithStop(_))
+            && matches!(end.matched_stop, Some(MatchedStop::Token(_)));
+        let sent = if self.streamed { self.brought } else { end.token_ids.len() };
+        self.check(end.index, end.completion_tokens, sent, u32::from(keeps_its_stop))
+    }
+
+    fn check(&self, index: u32, counted: Counted, sent: usize, most: u32) -> Result<(), ReadError> {
+        let lacking = counted.beyond(sent);
+        let sent = u32::try_from(sent).unwrap_or(u32::MAX);
+        if lacking > most {
+            Err(ReadError::Lost { index, counted: sent.saturating_add(lacking), sent })
+        } else {
+            Ok(())
+        }
     }
 
     /// Takes in a count; it never falls. The one at a streamed sample's end repeats the last chunk's, if it counts new
     /// tokens at all.
     fn count(&mut self, counted: Counted, at_end: bool) {
         self.tokens = match counted {
-            Counted::SoFar(now) => now.max(self.tokens),
+            Counted::SoFar(now) | Counted::SoFarWithStop(now) => now.max(self.tokens),
             Counted::New(_) if at_end && self.streamed => self.tokens,
             Counted::New(new) => self.tokens.saturating_add(new),
         };

@@ -30,6 +30,7 @@ pub struct CallFault {
     pub(super) status: Option<(tonic::Code, String)>,
     pub(super) trailers: Vec<(String, String)>,
     pub(super) end: Option<(u64, Ending)>,
+    pub(super) lost: Option<u64>,
     pub(super) end_first: bool,
     pub(super) wrong_sample: bool,
     pub(super) empty_first: bool,
@@ -46,6 +47,7 @@ impl CallFault {
             status: None,
             trailers: Vec::new(),
             end: None,
+            lost: None,
             end_first: false,
             wrong_sample: false,
             empty_first: false,
@@ -116,6 +118,12 @@ impl CallFault {
     /// Ends the answer with OK after this many messages.
     pub fn end_after(mut self, messages: u64) -> Self {
         self.end = Some((messages, Ending::Ok));
+        self
+    }
+
+    /// Leaves out this message, counted from 1; the others come as ever.
+    pub fn lose(mut self, message: u64) -> Self {
+        self.lost = Some(message);
         self
     }
 

@@ -68,7 +68,7 @@ pub(super) enum Event {
     Chunk {
         index: u32,
         tokens: Vec<u32>,
-        /// All so far.
+        /// All so far, with a stop token that is not part of the answer.
         count: u32,
         cached: u32,
         logprobs: Option<Logprobs>,
@@ -281,7 +281,7 @@ async fn write_sample(
             let new = if end.is_some() { chunk.clone() } else { std::mem::take(&mut chunk) };
             let event = Event::Chunk {
                 index,
-                count: u32::try_from(all.len()).unwrap_or(u32::MAX),
+                count: u32::try_from(tokens.count).unwrap_or(u32::MAX),
                 cached,
                 logprobs: job.logprobs.map(|top| logprobs(job, &new, top)),
                 prompt_logprobs: prompt_logprobs.take(),
@@ -304,7 +304,7 @@ async fn write_sample(
     let last = if job.stream { chunk } else { all.clone() };
     let _ = events.send(Ok(Event::Complete(Box::new(End {
         index,
-        count: u32::try_from(all.len()).unwrap_or(u32::MAX),
+        count: u32::try_from(tokens.count).unwrap_or(u32::MAX),
         cached,
         reason,
         matched,

@@ -239,6 +239,34 @@ async fn a_handoff_that_no_decode_took_is_counted_and_named() {
 }
 
 #[tokio::test]
+async fn a_mooncake_handoff_is_counted_though_the_client_left_before_the_prefills_answer_was_read() {
+    let (prefill, decode) =
+        (vllm(Role::Prefill, Connector::Mooncake).await, vllm(Role::Decode, Connector::Mooncake).await);
+    let smg = Smg::launch(&[]).await;
+    let declared = json!({"kv_connector": "MooncakeConnector", "kv_engine_id": prefill.engine_id()});
+    smg.register(&spec_with(&prefill, "prefill", declared)).await;
+    smg.register(&spec_with(&decode, "decode", json!({"kv_connector": "MooncakeConnector"}))).await;
+    let orphans = async || smg.metric("smg_pd_orphaned_handoffs_total", &[]).await;
+    assert_eq!(smg.post("/v1/completions", &completion()).await.status(), 200);
+    assert_eq!(orphans().await, 0.0, "this one was taken");
+    // The head says that the engine is done; its body never comes.
+    prefill.set_fault(Fault::generation().delay_body(FOREVER));
+    let url = format!("{}/v1/completions", smg.url);
+    let request = smg.client.post(url).header("x-request-id", "left").json(&completion()).send();
+    let heads = async || smg.metric("smg_router_upstream_responses_total", &[("status_code", "200")]).await;
+    let answering =
+        eventually("the head of the prefill's answer comes", || async { (heads().await == 3.0).then_some(()) });
+    tokio::select! {
+        _ = request => panic!("nobody answers"),
+        () = answering => {}
+    }
+    eventually("it is counted", || async { (orphans().await == 1.0).then_some(()) }).await;
+    smg.logged(&["handoff", "xfer-", "left"]).await;
+    assert_eq!(decode.generation_count(), 1);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
 async fn clients_that_leave_around_the_end_of_prefill_leave_nothing_behind() {
     let serving = Serving::start(Dispatch::Sequential, &["--upstream-pool-idle-timeout-secs", "1"]).await;
     let prefill = serving.prefill.as_ref().unwrap();

@@ -140,30 +140,46 @@ async fn a_client_that_leaves_a_sequential_dispatch_in_either_leg_leaves_nothing
 
 #[tokio::test]
 async fn a_handoff_that_no_decode_took_because_the_client_had_left_is_counted_and_named() {
-    let pair = Pair::of(Engine::Vllm, &[]).await;
-    let orphans = async || pair.smg.metric("smg_pd_orphaned_handoffs_total", &[]).await;
-    assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
-    pair.is_clean().await;
-    assert_eq!(orphans().await, 0.0, "this one was taken");
-    // Its last message comes, the end of its stream does not.
-    pair.prefill.set_call_fault(CallFault::generate().stall_after(1).times(1));
-    let request = pair.smg.client.post(format!("{}{CHAT}", pair.smg.url)).json(&chat_stream()).send();
-    let handed_over = eventually("the handoff comes", || async {
-        let calls = pair.prefill.calls();
-        calls.get(1).is_some_and(|call| call.messages == 1).then_some(())
-    });
-    tokio::select! {
-        _ = request => panic!("nobody answers"),
-        () = handed_over => {}
+    // NIXL's prefill says what it holds; of Mooncake's the gateway knows it.
+    for connector in [Connector::Nixl, Connector::Mooncake] {
+        let start = |role| builder(Engine::Vllm, role).connector(connector.clone()).start();
+        let (prefill, decode) = (start(Role::Prefill).await.unwrap(), start(Role::Decode).await.unwrap());
+        let pair = Pair::behind(Smg::launch(&[]).await, prefill, decode).await;
+        let orphans = async || pair.smg.metric("smg_pd_orphaned_handoffs_total", &[]).await;
+        assert_eq!(pair.smg.post(CHAT, &chat()).await.status(), StatusCode::OK);
+        pair.is_clean().await;
+        assert_eq!(orphans().await, 0.0, "{connector:?}: this one was taken");
+        // Its last message comes, the end of its stream does not.
+        pair.prefill.set_call_fault(CallFault::generate().stall_after(1).times(1));
+        let request = pair.smg.client.post(format!("{}{CHAT}", pair.smg.url)).json(&chat_stream()).send();
+        let handed_over = eventually("the handoff comes", || async {
+            let calls = pair.prefill.calls();
+            calls.get(1).is_some_and(|call| call.messages == 1).then_some(())
+        });
+        tokio::select! {
+            _ = request => panic!("nobody answers"),
+            () = handed_over => {}
+        }
+        eventually("it is counted", || async { (orphans().await == 1.0).then_some(()) }).await;
+        let call = pair.prefill.calls()[1].clone();
+        let id = match connector {
+            Connector::Nixl => call.request_id().to_owned(),
+            _ => transfer_id(&call),
+        };
+        assert!(pair.smg.log().lines().any(|line| line.contains("handoff") && line.contains(&id)), "{connector:?}");
+        assert_eq!(pair.decode.calls().len(), 1);
+        // That ends the stream.
+        pair.prefill.stop().await;
+        pair.is_clean().await;
+        assert_eq!(orphans().await, 1.0, "{connector:?}: once");
     }
-    eventually("it is counted", || async { (orphans().await == 1.0).then_some(()) }).await;
-    let id = pair.prefill.calls()[1].request_id().to_owned();
-    assert!(pair.smg.log().lines().any(|line| line.contains("handoff") && line.contains(&id)));
-    assert_eq!(pair.decode.calls().len(), 1);
-    // That ends the stream.
-    pair.prefill.stop().await;
-    pair.is_clean().await;
-    assert_eq!(orphans().await, 1.0, "once");
+}
+
+/// What a Mooncake prefill was told to hold its KV for.
+fn transfer_id(call: &mock_engine::Call) -> String {
+    let tag = call.vllm().unwrap().kv_transfer_params_json.clone().unwrap();
+    let tag: Value = serde_json::from_str(&tag).unwrap();
+    tag["transfer_id"].as_str().unwrap().to_owned()
 }
 
 /// Resident memory of a process, in KiB.

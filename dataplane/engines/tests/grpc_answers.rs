@@ -387,6 +387,16 @@ fn an_answer_in_one_piece_has_all_tokens_that_its_engine_counts() {
 }
 
 #[test]
+fn what_a_mooncake_prefill_holds_is_its_handoff_once_it_has_ended_by_its_limit() {
+    for (finish_reason, held) in [("length", true), ("stop", false), ("abort", false)] {
+        let mut reader = Reader::new(1, false).handing_over(Some("{}".into()));
+        let whole = vllm_wire::GenerateComplete { finish_reason: finish_reason.into(), ..Default::default() };
+        let Message::Complete(end) = vllm::read(&mut reader, vllm_complete(whole)).unwrap() else { panic!() };
+        assert_eq!(end.kv_transfer_params.is_some(), held, "{finish_reason}");
+    }
+}
+
+#[test]
 fn tokens_with_log_probabilities_are_told_one_by_one_with_their_own() {
     let whole = |logprobs: Option<vllm_wire::OutputLogProbs>| {
         let complete = vllm_wire::GenerateComplete {

@@ -4,7 +4,9 @@
 use smg_apis::Generation;
 use smg_apis::generation::{Constraint, Logprobs, Prompt, Reading, Sampling};
 use smg_engines::grpc::vllm::{HandoffSource, MoriioUnsupported, Prefill};
-use smg_engines::grpc::{Ask, Rendezvous, RequestError, Residue, SamplingDefaults, sglang, tokenspeed, vllm};
+use smg_engines::grpc::{
+    Ask, Message, Reader, Rendezvous, RequestError, Residue, SamplingDefaults, sglang, tokenspeed, vllm,
+};
 use smg_engines::sglang::Ranks;
 use smg_engines::vllm::{Connector, MooncakePeer};
 use smg_messages::engines::vllm::{ChoiceConstraint, KvTransferParams};
@@ -386,7 +388,21 @@ fn row(
     let (request, _) = on_vllm(&generation());
     let plan = vllm::plan(prefill(connector, mooncake), connector, samples, TRANSFER).unwrap();
     let first = vllm::prefill_leg(&request, &plan, None);
-    let second = vllm::decode_leg(request, &plan.source, returned.map(str::to_owned), None);
+    let agreed = match &plan.source {
+        HandoffSource::Minted(params) => Some(params.clone()),
+        _ => None,
+    };
+    let answer = vllm_wire::GenerateComplete {
+        finish_reason: "length".into(),
+        kv_transfer_params_json: returned.map(str::to_owned),
+        ..Default::default()
+    };
+    let answer =
+        vllm_wire::GenerateResponse { response: Some(vllm_wire::generate_response::Response::Complete(answer)) };
+    let Message::Complete(end) = vllm::read(&mut Reader::new(1, false).handing_over(agreed), answer).unwrap() else {
+        panic!("the end of the prefill")
+    };
+    let second = vllm::decode_leg(request, &plan.source, end.kv_transfer_params, None);
     assert_eq!(first.kv_transfer_params, None);
     (first.kv_transfer_params_json, second.kv_transfer_params_json, second.kv_transfer_params)
 }

@@ -110,7 +110,7 @@ metrics! {
     pd_decode_ttft: HistogramVec("smg_pd_decode_ttft_seconds", "Decode dispatch to the first decode output.", ["backend_type", "model", "runtime"], buckets = durations);
     pd_kv_transfer_duration: HistogramVec("smg_pd_kv_transfer_duration_seconds", "Prefill completion to decode dispatch (gRPC vLLM).", ["backend_type", "model", "runtime"], buckets = durations);
     pd_kv_connector_mode: IntCounterVec("smg_pd_kv_connector_mode_total", "vLLM dispatches by connector mode.", ["mode"]);
-    pd_kv_transfer_failures: IntCounter("smg_pd_kv_transfer_failures_total", "Handoffs that did not happen: a NIXL prefill returned no kv_transfer_params, or a MoRI-IO pair or handoff failed its check.");
+    pd_kv_transfer_failures: IntCounter("smg_pd_kv_transfer_failures_total", "Handoffs that did not happen: a NIXL prefill returned no kv_transfer_params, a Mooncake prefill over gRPC did not end by its limit, or a MoRI-IO pair or handoff failed its check.");
     pd_undeclared_connectors: IntGauge("smg_pd_undeclared_connectors", "Registered vLLM prefill workers without a declared kv_connector: their requests run passthrough and decode recomputes every prompt.");
     pd_orphaned_handoffs: IntCounter("smg_pd_orphaned_handoffs_total", "Prefill handoffs that no decode leg took because the client had left.");
     pd_bootstrap_failures: IntCounter("smg_pd_bootstrap_failures_total", "Bootstrap fields could not be added to a request.");

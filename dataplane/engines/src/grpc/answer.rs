@@ -90,7 +90,7 @@ pub struct Complete {
     pub logprobs: Option<TokenLogprobs>,
     /// Log probabilities of the prompt, if no chunk brought them.
     pub prompt_logprobs: Option<PromptLogprobs>,
-    /// What a prefill hands over: a JSON object, as it came.
+    /// What a prefill hands over: a JSON object, as it came or as it was agreed on before ([`Reader::handing_over`]).
     pub kv_transfer_params: Option<String>,
     /// Version of the model's weights, where the engine says it.
     pub weight_version: Option<String>,
@@ -268,12 +268,21 @@ pub struct Reader {
     samples: Vec<Sample>,
     streams: bool,
     ended: usize,
+    handoff: Option<String>,
 }
 
 impl Reader {
     /// A reader of the answer to a request for `samples` samples; at least 1. `streams`: whether chunks were asked for.
     pub fn new(samples: u32, streams: bool) -> Self {
-        Self { samples: vec![Sample::default(); samples.max(1) as usize], streams, ended: 0 }
+        Self { samples: vec![Sample::default(); samples.max(1) as usize], streams, ended: 0, handoff: None }
+    }
+
+    /// For an engine that hands over without saying so (Mooncake): `params` are what its prefill holds for a decode once
+    /// it has ended by its limit.
+    #[must_use]
+    pub fn handing_over(mut self, params: Option<String>) -> Self {
+        self.handoff = params;
+        self
     }
 
     /// Whether every sample has ended: there is nothing more to come.
@@ -339,6 +348,7 @@ impl Reader {
             "abort" => FinishReason::Abort,
             _ => FinishReason::Other(complete.finish_reason),
         };
+        let held = self.handoff.take_if(|_| reason == FinishReason::Length);
         Ok(Message::Complete(Complete {
             index,
             token_ids: if streamed { Vec::new() } else { complete.token_ids },
@@ -352,7 +362,7 @@ impl Reader {
             matched_stop: complete.matched_stop,
             logprobs: complete.logprobs.filter(|_| !streamed),
             prompt_logprobs: complete.prompt_logprobs.filter(|_| !prompt_known),
-            kv_transfer_params: complete.kv_transfer_params,
+            kv_transfer_params: held.or(complete.kv_transfer_params),
             weight_version: complete.weight_version,
         }))
     }

@@ -53,7 +53,8 @@ pub enum HandoffSource {
     Expected,
     /// The prefill's answer may carry it; it is no failure if it does not.
     Optional,
-    /// The gateway minted it: `kv_transfer_params_json`.
+    /// The gateway minted it: `kv_transfer_params_json`. It is there once the prefill has ended by its limit, which alone
+    /// makes the engine hold the KV (vLLM 0.32).
     Minted(String),
     /// The gateway names the prefill's bootstrap server in the older form and leaves the rest to the engine.
     Legacy {
@@ -188,8 +189,8 @@ pub fn prefill_leg(request: &GenerateRequest, plan: &Plan, rank: Option<u32>) ->
     leg
 }
 
-/// The decode leg: the request, and the handoff if there is one. `returned` is what the prefill's answer carried
-/// ([`super::Complete::kv_transfer_params`]).
+/// The decode leg: the request, and the handoff if there is one. `returned` is what the prefill's answer carried, or what
+/// it holds as agreed ([`super::Complete::kv_transfer_params`]): of KV that no prefill holds a decode must not be told.
 ///
 /// It is not asked for log probabilities of the prompt. The prefill tells them, and an engine that took KV over has not
 /// computed them: what it lists in their place was never written (vLLM 0.32).
@@ -205,8 +206,9 @@ pub fn decode_leg(
         params.prompt_logprobs = None;
     }
     match source {
-        HandoffSource::Expected | HandoffSource::Optional => leg.kv_transfer_params_json = returned,
-        HandoffSource::Minted(params) => leg.kv_transfer_params_json = Some(params.clone()),
+        HandoffSource::Expected | HandoffSource::Optional | HandoffSource::Minted(_) => {
+            leg.kv_transfer_params_json = returned;
+        }
         HandoffSource::Legacy { host, port } => {
             leg.kv_transfer_params =
                 Some(KvTransferParams { remote_host: host.clone(), remote_port: u32::from(*port) });

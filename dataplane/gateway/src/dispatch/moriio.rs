@@ -19,7 +19,7 @@ use uuid::Uuid;
 use super::leg::LegBody;
 use super::race::{self, Lost};
 use super::scope::Scope;
-use super::sequential::{run_decode, run_prefill};
+use super::sequential::{HandedOver, run_decode, run_prefill};
 use super::{Failed, Job, LegCodes, respond};
 use crate::fleet::worker::InFlight;
 use crate::front::error::GatewayError;
@@ -65,7 +65,8 @@ pub(super) async fn run(
     let started = StdInstant::now();
     let handoff = prefill_and_check(job, &pair, &transfer_id, &mut prefill).await?;
     drop(prefill);
-    run_decode(job, decode, Some(handoff), (prefill_worker.engine(), started), scope).await
+    let handed_over = Some(HandedOver::new(job, handoff));
+    run_decode(job, decode, handed_over, (prefill_worker.engine(), started), scope).await
 }
 
 /// Runs the prefill leg and takes its handoff, if it is one for this request.
@@ -76,7 +77,7 @@ async fn prefill_and_check(
     claim: &mut InFlight,
 ) -> Result<Bytes, Failed> {
     let leg = pair.prefill_leg(&job.request.body, job.client_fields, transfer_id);
-    let answer = run_prefill(job, claim, leg).await?;
+    let (answer, _) = run_prefill(job, claim, leg, None).await?;
     let checked = pair.check_handoff(&answer, transfer_id);
     job.note(|attempt, _| attempt.kv_handoff = Some(checked.is_ok()));
     checked.map_err(|error| refuse_handoff(job, claim, error))

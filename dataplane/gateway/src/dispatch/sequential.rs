@@ -44,7 +44,7 @@ pub(super) async fn run(
     let mode = worker.connector.mode_label();
     metrics.pd_kv_connector_mode.with_label_values(&[mode]).inc();
     let started = StdInstant::now();
-    let params = match plan {
+    let handed_over = match plan {
         Plan::DecodeOnly => {
             job.note(|attempt, _| (attempt.connector_mode, attempt.kv_handoff) = (Some(mode), Some(false)));
             None
@@ -52,22 +52,31 @@ pub(super) async fn run(
         Plan::PrefillThenDecode { tag, source, transfer_id } => {
             job.note(|attempt, _| (attempt.connector_mode, attempt.transfer_id) = (Some(mode), transfer_id));
             let leg = vllm::prefill_leg(body, job.client_fields, tag.as_ref());
-            let answer = run_prefill(job, &mut prefill, leg).await?;
-            let params = take_handoff(metrics, &worker.url, &answer, source);
-            job.note(|attempt, _| attempt.kv_handoff = Some(params.is_some()));
-            params
+            let minted = if let HandoffSource::Minted(params) = &source { Some(params.clone()) } else { None };
+            let (answer, minted) = run_prefill(job, &mut prefill, leg, minted).await?;
+            let relayed = relayed(metrics, &worker.url, &answer, &source);
+            let handed_over = minted.or_else(|| Some(HandedOver::new(job, relayed?)));
+            job.note(|attempt, _| attempt.kv_handoff = Some(handed_over.is_some()));
+            handed_over
         }
     };
     drop(prefill);
-    run_decode(job, decode, params, (worker.engine(), started), scope).await
+    run_decode(job, decode, handed_over, (worker.engine(), started), scope).await
 }
 
-/// Runs the prefill leg to the end of its response.
-pub(super) async fn run_prefill(job: &Job<'_>, claim: &mut InFlight, leg: SplicedBody) -> Result<Bytes, Failed> {
+/// Runs the prefill leg to the end of its response. `minted` = what was agreed on beforehand: the engine answers when it is done, so from
+/// the head of its response on it is handed over.
+pub(super) async fn run_prefill<'a>(
+    job: &Job<'a>,
+    claim: &mut InFlight,
+    leg: SplicedBody,
+    minted: Option<Bytes>,
+) -> Result<(Bytes, Option<HandedOver<'a>>), Failed> {
     let started = StdInstant::now();
     job.note(|attempt, now| attempt.prefill_sent_ms = Some(now));
     let response = job.send(claim, LegBody::Spliced(leg, None), LegCodes::SEQUENTIAL_PREFILL).await?;
     job.note(|attempt, now| attempt.prefill_head_ms = Some(now));
+    let minted = minted.map(|params| HandedOver::new(job, params));
     let answer = read_whole(response.into_body(), job.deadline).await.map_err(|error| {
         claim.judge(Verdict::Failure);
         leg::note_error(job.core, claim.worker(), if error.timed_out { "timeout" } else { "backend_error" });
@@ -76,31 +85,27 @@ pub(super) async fn run_prefill(job: &Job<'_>, claim: &mut InFlight, leg: Splice
     let labels = ["pd", &*job.model, claim.worker().engine().as_str()];
     job.core.metrics.pd_prefill_duration.with_label_values(&labels).observe(started.elapsed().as_secs_f64());
     job.note(|attempt, now| attempt.prefill_done_ms = Some(now));
-    Ok(answer)
+    Ok((answer, minted))
 }
 
 /// Sends the decode leg with what the prefill handed over and relays its answer. `prefill` = its engine, and when its leg was sent.
 pub(super) async fn run_decode(
     job: &Job<'_>,
     mut decode: InFlight,
-    params: Option<Bytes>,
+    handed_over: Option<HandedOver<'_>>,
     prefill: (Runtime, StdInstant),
     scope: &mut Option<Scope>,
 ) -> Result<Response<Body>, Failed> {
     let metrics = &job.core.metrics;
-    let sent = Arc::new(AtomicBool::new(false));
-    let leg = vllm::decode_leg(&job.request.body, job.client_fields, params.as_ref());
-    let orphan = params.map(|params| Orphan {
-        metrics: Arc::clone(metrics),
-        sent: Arc::clone(&sent),
-        request_id: &job.request.request_id,
-        params,
-    });
+    let body = &job.request.body;
+    let params = handed_over.as_ref().map(|handed_over| &handed_over.params);
+    let leg = vllm::decode_leg(body, job.client_fields, params);
+    let sent = handed_over.as_ref().map_or_else(Arc::default, |handed_over| Arc::clone(&handed_over.sent));
     job.check_load(&decode)?;
     job.note(|attempt, now| attempt.decode_sent_ms = Some(now));
     let decode_started = StdInstant::now();
     let head = job.send(&mut decode, LegBody::Spliced(leg, Some(sent)), LegCodes::DECODE).await;
-    drop(orphan);
+    drop(handed_over);
     let head = head?;
     job.note(|attempt, now| attempt.decode_head_ms = Some(now));
     let (engine, started) = prefill;
@@ -132,17 +137,15 @@ pub(super) async fn read_whole(mut body: Answer, deadline: Instant) -> Result<By
     tokio::time::timeout_at(deadline, read).await.unwrap_or(Err(timed_out))
 }
 
-/// The decode leg's `kv_transfer_params`, if there are any.
-fn take_handoff(
-    metrics: &Metrics,
-    prefill: &smg_fleet::WorkerUrl,
-    answer: &Bytes,
-    source: HandoffSource,
-) -> Option<Bytes> {
-    let relayed = |required: bool| match vllm::extract_kv_transfer_params(answer) {
+/// The handoff that the prefill's answer carries, if it is to carry one.
+fn relayed(metrics: &Metrics, prefill: &smg_fleet::WorkerUrl, answer: &Bytes, source: &HandoffSource) -> Option<Bytes> {
+    if !matches!(source, HandoffSource::Expected | HandoffSource::Optional) {
+        return None;
+    }
+    match vllm::extract_kv_transfer_params(answer) {
         Handoff::Params(params) => Some(params),
         nothing => {
-            if required {
+            if *source == HandoffSource::Expected {
                 metrics.pd_kv_transfer_failures.inc();
                 let malformed = matches!(nothing, Handoff::Malformed);
                 tracing::warn!(
@@ -154,24 +157,26 @@ fn take_handoff(
             }
             None
         }
-    };
-    match source {
-        HandoffSource::Expected => relayed(true),
-        HandoffSource::Optional => relayed(false),
-        HandoffSource::Minted(params) => Some(params),
-        HandoffSource::None => None,
     }
 }
 
-/// Notices a handoff that no decode engine was told about.
-struct Orphan<'a> {
+/// A handoff, until a decode engine has been told of it. One that none is told of is counted and named.
+pub(super) struct HandedOver<'a> {
     metrics: Arc<Metrics>,
     sent: Arc<AtomicBool>,
     request_id: &'a str,
     params: Bytes,
 }
 
-impl Drop for Orphan<'_> {
+impl<'a> HandedOver<'a> {
+    /// What a prefill holds for a decode to come.
+    pub(super) fn new(job: &Job<'a>, params: Bytes) -> Self {
+        let (metrics, request_id) = (Arc::clone(&job.core.metrics), &*job.request.request_id);
+        Self { metrics, sent: Arc::default(), request_id, params }
+    }
+}
+
+impl Drop for HandedOver<'_> {
     fn drop(&mut self) {
         if self.sent.load(Ordering::Acquire) {
             return;

@@ -190,6 +190,7 @@ pub struct Call {
     request_id: String,
     metadata: MetadataMap,
     samples: u32,
+    handoff: Option<String>,
 }
 
 impl Call {
@@ -201,7 +202,13 @@ impl Call {
         metadata: MetadataMap,
         samples: u32,
     ) -> Self {
-        Self { client, request: Some(request), request_id, metadata, samples }
+        Self { client, request: Some(request), request_id, metadata, samples, handoff: None }
+    }
+
+    /// For a prefill that hands over without saying so: what it then holds.
+    pub fn handing_over(mut self, params: Option<String>) -> Self {
+        self.handoff = params;
+        self
     }
 }
 
@@ -218,7 +225,8 @@ impl Exchange for Call {
     fn open(&mut self) -> impl Future<Output = Result<Replies, LegFailure>> + Send + 'static {
         let (client, request, metadata) =
             (self.client.clone(), self.request.take(), std::mem::take(&mut self.metadata));
-        let reader = Reader::new(self.samples, request.as_ref().is_some_and(EngineRequest::streams));
+        let reader = Reader::new(self.samples, request.as_ref().is_some_and(EngineRequest::streams))
+            .handing_over(self.handoff.take());
         async move {
             let stream = match (client, request) {
                 (Client::Sglang(mut client), Some(EngineRequest::Sglang(request))) => {

@@ -69,6 +69,17 @@ pub(super) struct Share {
     pub request_id: String,
 }
 
+/// What ties a leg to its other one, beside the request id.
+#[derive(Debug, Clone)]
+pub(super) enum Tie {
+    /// Nothing, or what the engine says in its answer.
+    None,
+    /// Both meet here; it is held until both are over.
+    Room(Arc<Room>),
+    /// What was agreed on beforehand: the prefill holds it once it has ended, and does not say so.
+    Handoff(String),
+}
+
 /// What all dispatches of an attempt share.
 pub(super) struct Attempt<'a> {
     pub job: &'a Job<'a>,
@@ -156,11 +167,16 @@ impl Attempt<'_> {
         share: &Share,
         request: EngineRequest,
         samples: u32,
-        room: Option<Arc<Room>>,
+        tie: Tie,
     ) -> Leg<Message> {
-        let metadata = self.metadata(side);
+        let (room, handoff) = match tie {
+            Tie::None => (None, None),
+            Tie::Room(room) => (Some(room), None),
+            Tie::Handoff(params) => (None, Some(params)),
+        };
+        let call = Call::new(side.client.clone(), request, share.request_id.clone(), self.metadata(side), samples);
         let (leg, task) = leg::prepare(Order {
-            exchange: Call::new(side.client.clone(), request, share.request_id.clone(), metadata, samples),
+            exchange: call.handing_over(handoff),
             account: Holding::new(self.job.core, claim, side.part, room),
             part: side.part,
             samples,
@@ -216,7 +232,7 @@ impl Attempt<'_> {
         let request = self.request.for_engine(&side.worker, share).map_err(|refusal| self.failed(side, refusal))?;
         let request = request.alone(side.worker.dp_rank);
         self.job.note(|attempt, now| attempt.decode_sent_ms = attempt.decode_sent_ms.or(Some(now)));
-        let mut output = self.start((side, &claim), share, request, share.samples, None);
+        let mut output = self.start((side, &claim), share, request, share.samples, Tie::None);
         let sent = Instant::now();
         drop(claim);
         let first = self.first(side, &mut output).await?;

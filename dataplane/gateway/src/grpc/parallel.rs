@@ -5,6 +5,7 @@
 //! ever. When it is the decode, the prefill is aborted at once. When both fail at the same time the prefill's error is the client's: the
 //! decode's is most likely the consequence.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use smg_engines::grpc::{self as wire, Message, Rendezvous, Residue};
@@ -12,7 +13,7 @@ use smg_engines::sglang::Ranks;
 use smg_fleet::Runtime;
 
 use super::claim::Claim;
-use super::dispatch::{Attempt, Share, Side};
+use super::dispatch::{Attempt, Share, Side, Tie};
 use super::leg::Leg;
 use super::refusal::Refusal;
 use super::running::{PrefillReport, Running};
@@ -47,8 +48,8 @@ pub(super) async fn run(
         attempt.decode_sent_ms = attempt.decode_sent_ms.or(Some(now));
     });
     claims.1.dispatch().map_err(|shed| attempt.shed(decode, shed))?;
-    let mut prefill_leg = attempt.start((prefill, &claims.0), share, prefill_request, 1, Some(room.clone()));
-    let mut decode_leg = attempt.start((decode, &claims.1), share, decode_request, 1, Some(room));
+    let mut prefill_leg = attempt.start((prefill, &claims.0), share, prefill_request, 1, Tie::Room(Arc::clone(&room)));
+    let mut decode_leg = attempt.start((decode, &claims.1), share, decode_request, 1, Tie::Room(room));
     let sent = Instant::now();
     drop(claims);
     let mut answers = Answers { report: PrefillReport::default(), prefilled: false, ended: false, first: None };

@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use super::claim::{Claim, note_orphan};
 use super::client::EngineRequest;
-use super::dispatch::{Attempt, Share, Side};
+use super::dispatch::{Attempt, Share, Side, Tie};
 use super::leg::Leg;
 use super::refusal::Refusal;
 use super::running::{PrefillReport, Running};
@@ -82,7 +82,11 @@ pub(super) fn begin<'a>(
     });
     let started = Instant::now();
     let leg = EngineRequest::Vllm(Box::new(vllm::prefill_leg(&request, &plan, worker.dp_rank)));
-    let leg = attempt.start((prefill, claim), share, leg, 1, None);
+    let tie = match &plan.source {
+        HandoffSource::Minted(params) => Tie::Handoff(params.clone()),
+        _ => Tie::None,
+    };
+    let leg = attempt.start((prefill, claim), share, leg, 1, tie);
     let (core, worker) = (Arc::clone(attempt.job.core), Arc::clone(worker));
     let prefilling = Prefilling { core, worker, leg, handoff: None };
     Ok(Begun { prefill, share, request, plan, prefilling, started })
@@ -97,13 +101,10 @@ impl Begun<'_> {
         let mode = worker.connector.mode_label();
         let report = prefilling.drain(attempt, prefill).await?;
         let drained = Instant::now();
-        if let HandoffSource::Minted(params) = &plan.source {
-            prefilling.handoff = Some(params.clone());
-        }
-        if plan.source == HandoffSource::Expected && prefilling.handoff.is_none() {
+        if matches!(plan.source, HandoffSource::Expected | HandoffSource::Minted(_)) && prefilling.handoff.is_none() {
             metrics.pd_kv_transfer_failures.inc();
             let worker = &worker.url;
-            tracing::warn!(target: SMG, %worker, "a NIXL prefill returned no kv_transfer_params: decode recomputes the prompt");
+            tracing::warn!(target: SMG, %worker, mode, "the prefill handed nothing over: decode recomputes the prompt");
         }
         let handed_over = match &plan.source {
             HandoffSource::Expected | HandoffSource::Optional | HandoffSource::Minted(_) => {
@@ -123,7 +124,7 @@ impl Begun<'_> {
         let handoff = prefilling.handoff.take();
         let request = vllm::decode_leg(request, &plan.source, handoff, decode.worker.dp_rank);
         let request = EngineRequest::Vllm(Box::new(request));
-        let mut output = attempt.start((decode, &claim), share, request, share.samples, None);
+        let mut output = attempt.start((decode, &claim), share, request, share.samples, Tie::None);
         drop(claim);
         let dispatched = Instant::now();
         let first = attempt.first(decode, &mut output).await?;

@@ -108,3 +108,41 @@ async fn whoever_asks_a_pair_of_any_engine_for_logprobs_gets_json() {
         assert_eq!(asked.text().await.unwrap(), DECODE);
     }
 }
+
+#[tokio::test]
+async fn log_probabilities_of_the_prompt_are_a_vllm_prefills_and_the_decode_is_not_asked() {
+    let (smg, _prefill, decode) = nixl_pair(&[]).await;
+    assert_prompt_logprobs_are_those_of_one_engine(&smg, &decode).await;
+    assert_eq!(decode.local_prompt_tokens(), 0);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn where_only_the_engine_that_answers_can_write_them_it_computes_the_prompt_itself() {
+    let (smg, prefill, decode) = nixl_pair(&[]).await;
+    let mut echoed = completion();
+    (echoed["echo"], echoed["logprobs"]) = (json!(true), json!(1));
+    let mut streamed = completion();
+    (streamed["stream"], streamed["prompt_logprobs"]) = (json!(true), json!(0));
+    for body in [echoed, streamed] {
+        let answer = smg.post("/v1/completions", &body).await;
+        assert_eq!(answer.status(), 200, "{body}");
+        answer.bytes().await.unwrap();
+        assert_eq!(decode.generations().pop().unwrap().json(), body, "as the client wrote it");
+    }
+    assert_eq!(prefill.generation_count(), 0);
+    smg.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_prefill_that_tells_nothing_of_the_prompt_leaves_the_decodes_answer_as_it_is() {
+    let (smg, prefill, decode) = nixl_pair(&[]).await;
+    let mut body = completion();
+    body["prompt_logprobs"] = json!(1);
+    prefill.set_fault(Fault::path("/v1/completions").status(200, r#"{"choices":[]}"#));
+    decode.set_fault(Fault::path("/v1/completions").status(200, DECODE));
+    let answer = smg.post("/v1/completions", &body).await;
+    assert_eq!(answer.content_length(), Some(DECODE.len() as u64));
+    assert_eq!(answer.text().await.unwrap(), DECODE);
+    smg.until_idle().await;
+}

@@ -115,6 +115,15 @@ async fn each_dispatch_answers_byte_for_byte_what_one_engine_answers() {
 }
 
 #[tokio::test]
+async fn log_probabilities_of_the_prompt_are_the_prefills() {
+    for (connector, dispatch, _) in DISPATCHES {
+        let (smg, _prefill, decode) = pair(connector.clone(), dispatch, &[]).await;
+        assert_prompt_logprobs_are_those_of_one_engine(&smg, &decode).await;
+        assert_eq!(decode.local_prompt_tokens(), 0, "{connector:?} {dispatch}");
+    }
+}
+
+#[tokio::test]
 async fn a_misconfigured_pair_is_refused_before_either_leg_and_the_log_says_why() {
     let far = |host: &str| json!({"moriio_host": host});
     let concurrent = json!({"moriio_write_dispatch": "concurrent", "moriio_host": "10.0.0.9"});
@@ -171,6 +180,7 @@ async fn assert_refused(connector: Connector, dispatch: &str) {
         body
     };
     let (fan_out, reserved) = ((400, "moriio_fanout_unsupported"), (400, "moriio_request_id_reserved"));
+    let of_prompt = (400, "moriio_prompt_logprobs_unsupported");
     let rows = [
         ("/generate", json!({"text": "a", "n": 2}), "id", (501, "moriio_route_unsupported")),
         (CHAT, with(chat(), "n", json!(2)), MARKED, fan_out),
@@ -179,6 +189,9 @@ async fn assert_refused(connector: Connector, dispatch: &str) {
         (COMPLETIONS, with(completion(), "prompt", json!([[1], [2]])), "id", fan_out),
         (COMPLETIONS, json!({"prompt_embeds": ["x", "y"]}), "id", fan_out),
         (CHAT, with(chat(), "use_beam_search", json!(true)), "id", fan_out),
+        (CHAT, with(chat(), "echo", json!(true)), "id", of_prompt),
+        (COMPLETIONS, with(with(completion(), "echo", json!(true)), "logprobs", json!(1)), "id", of_prompt),
+        (CHAT, with(chat_stream(), "prompt_logprobs", json!(1)), "id", of_prompt),
         (CHAT, chat(), MARKED, reserved),
         (CHAT, chat(), "b___decode_addr_c", reserved),
         (CHAT, with(chat(), "request_id", json!(MARKED)), "id", reserved),

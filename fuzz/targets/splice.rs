@@ -134,7 +134,7 @@ fn check_edits(body: &ClientBody, seed: [u8; 2]) {
 
 fn check_legs(body: &ClientBody) {
     let strip = ClientHandoffFields::Strip;
-    let decode = vllm::decode_leg(body, strip, None).to_bytes();
+    let decode = vllm::decode_leg(body, strip, None, false).to_bytes();
     let mut stripped: Vec<Edit> = HANDOFF_FIELDS.into_iter().map(|field| (field, None)).collect();
     if let Some(extra) = body.value(Field::VllmXargs).and_then(members) {
         let is_handoff =

@@ -94,6 +94,10 @@ pub const TABLES: &[Table] = &[
                 By(&[("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")]),
             ),
             (
+                "moriio_prompt_logprobs_unsupported",
+                By(&[("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")]),
+            ),
+            (
                 "moriio_request_id_reserved",
                 By(&[("tests/moriio.rs", "requests_that_moriio_cannot_serve_reach_no_engine")]),
             ),

@@ -413,6 +413,23 @@ pub async fn nixl_pair(flags: &[&str]) -> (Smg, MockEngine, MockEngine) {
     (smg, prefill, decode)
 }
 
+/// Asserts that a vLLM pair tells of its prompts what one engine tells, and asks its decode for nothing of it.
+pub async fn assert_prompt_logprobs_are_those_of_one_engine(smg: &Smg, decode: &MockEngine) {
+    let single = vllm(Role::Regular, Connector::None).await;
+    for (path, mut body) in [("/v1/chat/completions", chat()), ("/v1/completions", completion())] {
+        body["prompt_logprobs"] = json!(1);
+        let url = format!("{}{path}", single.url());
+        let alone = smg.client.post(url).header("x-request-id", "same").json(&body).send().await.unwrap();
+        let alone = alone.text().await.unwrap();
+        let paired = smg.post_as("same", path, &body).await;
+        assert_eq!(paired.headers()["content-type"], "application/json", "{path}");
+        assert_eq!(paired.text().await.unwrap(), alone, "{path}");
+        assert!(alone.contains(r#""prompt_logprobs":[null"#), "{alone}");
+        let asked = decode.generations().pop().unwrap().json();
+        assert!(asked.get("prompt_logprobs").is_none() && asked["kv_transfer_params"].is_object(), "{asked}");
+    }
+}
+
 /// A chat completion request.
 pub fn chat() -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8})

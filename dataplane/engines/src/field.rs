@@ -93,6 +93,10 @@ fields! {
     Rid = "rid",
     /// Log probabilities, OpenAI routes.
     Logprobs = "logprobs",
+    /// Log probabilities of the prompt (vLLM).
+    PromptLogprobs = "prompt_logprobs",
+    /// Whether the answer begins with the prompt.
+    Echo = "echo",
     /// Log probabilities, `/generate`.
     ReturnLogprob = "return_logprob",
     /// vLLM's handoff of a prompt's KV cache.

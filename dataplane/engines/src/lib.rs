@@ -14,6 +14,7 @@ pub mod headers;
 mod json;
 pub mod logprobs;
 pub mod moriio;
+pub mod prompt_logprobs;
 pub mod regular;
 pub mod sglang;
 pub mod splice;
@@ -21,5 +22,6 @@ pub mod vllm;
 
 pub use body::{BodyError, ClientBody, Legs, Prompt, Route};
 pub use field::{Field, HANDOFF_FIELDS};
+pub use prompt_logprobs::PromptLogprobs;
 pub use smg_fleet::policy::ClientHandoffFields;
 pub use splice::{Edits, SplicedBody};

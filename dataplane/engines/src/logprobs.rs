@@ -64,7 +64,8 @@ fn place_of(event: &str) -> &str {
     json::member(event, "index").unwrap_or("0")
 }
 
-type Edit = (Range<usize>, String);
+/// What to write in the place of a piece of text.
+pub(crate) type Edit = (Range<usize>, String);
 
 /// What to replace in `whole`, of which `decode` is a part.
 fn edits(prefill: &str, decode: &str, whole: &str) -> Option<Vec<Edit>> {
@@ -92,7 +93,8 @@ fn concatenated(one: &str, other: &str) -> String {
     format!("[{one}{separator}{other}]")
 }
 
-fn apply(text: &str, mut edits: Vec<Edit>) -> Option<String> {
+/// `text` with the edits made; none when they overlap or stand outside.
+pub(crate) fn apply(text: &str, mut edits: Vec<Edit>) -> Option<String> {
     edits.sort_by_key(|(range, _)| range.start);
     let mut merged = String::with_capacity(text.len() + edits.iter().map(|(_, new)| new.len()).sum::<usize>());
     let mut position = 0;

@@ -6,6 +6,7 @@
 //! what the two carry (SMG PD docs, Connector Modes; field texts as seen on vLLM 0.32).
 //!
 //! A handoff serves one consumer. With `n > 1` there is none: the prefill leg is skipped and decode computes the prompt.
+//! The same holds where only an engine that computed the prompt can answer ([`crate::prompt_logprobs`]).
 //! vLLM's decode server may stop for good on an incomplete handoff, so the decode leg carries either the prefill's own
 //! object byte for byte, an object minted here, or nothing.
 
@@ -17,6 +18,7 @@ use uuid::Uuid;
 use crate::body::{ClientBody, Route};
 use crate::field::Field;
 use crate::json;
+use crate::prompt_logprobs::PromptLogprobs;
 use crate::splice::{Edits, SplicedBody};
 
 /// Port of Mooncake's bootstrap server when the prefill worker was registered without one.
@@ -160,7 +162,8 @@ pub fn plan(body: &ClientBody, prefill: Connector, mooncake: Option<&MooncakePee
     // A handoff serves one engine request: several samples, or several prompts, would all load the KV of the first.
     let several_prompts = body.prompt_count() > 1;
     let handed_over = matches!(prefill, Connector::Nixl | Connector::Mooncake);
-    if body.samples() > 1 || (several_prompts && handed_over) {
+    let by_itself = PromptLogprobs::of(body) == PromptLogprobs::Mixed;
+    if by_itself || body.samples() > 1 || (several_prompts && handed_over) {
         return Plan::DecodeOnly;
     }
     let (tag, source, transfer_id) = match (prefill, mooncake) {
@@ -209,9 +212,18 @@ pub(crate) fn prefill_edits(body: &ClientBody, client_fields: ClientHandoffField
     edits
 }
 
-/// The decode leg's body: the client's, plus the handoff if there is one.
-pub fn decode_leg(body: &ClientBody, client_fields: ClientHandoffFields, params: Option<&Bytes>) -> SplicedBody {
+/// The decode leg's body: the client's, plus the handoff if there is one. `prompt_told`: the prefill tells the log
+/// probabilities of the prompt, so that this leg is not asked for them.
+pub fn decode_leg(
+    body: &ClientBody,
+    client_fields: ClientHandoffFields,
+    params: Option<&Bytes>,
+    prompt_told: bool,
+) -> SplicedBody {
     let mut edits = Edits::for_leg(body, client_fields);
+    if prompt_told {
+        edits.remove(Field::PromptLogprobs);
+    }
     if let Some(params) = params {
         edits.set(Field::KvTransferParams, params.clone());
     }

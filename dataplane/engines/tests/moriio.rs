@@ -159,7 +159,7 @@ fn a_side_channel_must_be_reachable_in_write_mode_only() {
 
 #[test]
 fn requests_that_cannot_be_served_are_refused_in_order() {
-    use RequestRefusal::{FanOut, RequestId};
+    use RequestRefusal::{FanOut, PromptLogprobs, RequestId};
     use Route::{ChatCompletions, Completions, Generate};
     const MARKED: &str = "a___prefill_addr_10.0.0.9:1___decode_addr_10.0.0.8:2_b";
     let check = |text: &str, route, id: &str| check_request(&parse(text, route), [id.as_bytes()]);
@@ -200,6 +200,7 @@ fn requests_that_cannot_be_served_are_refused_in_order() {
     for (refusal, status, code) in [
         (RequestRefusal::Route, 501, "moriio_route_unsupported"),
         (FanOut, 400, "moriio_fanout_unsupported"),
+        (PromptLogprobs, 400, "moriio_prompt_logprobs_unsupported"),
         (RequestId, 400, "moriio_request_id_reserved"),
     ] {
         assert_eq!((refusal.status().as_u16(), refusal.code()), (status, code));
@@ -414,6 +415,6 @@ fn a_concurrent_handoff_must_report_the_ports_the_decode_leg_was_told() {
 fn the_decode_leg_is_the_clients_request_with_the_handoff() {
     let body = parse(r#"{"prompt":"a","stop":["x"],"n":1}"#, Route::Completions);
     let params = Bytes::from(handoff().to_string());
-    let leg = vllm::decode_leg(&body, ClientHandoffFields::Strip, Some(&params)).to_bytes();
+    let leg = vllm::decode_leg(&body, ClientHandoffFields::Strip, Some(&params), false).to_bytes();
     assert_eq!(leg, format!(r#"{{"prompt":"a","stop":["x"],"n":1,"kv_transfer_params":{}}}"#, handoff()));
 }

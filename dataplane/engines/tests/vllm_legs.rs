@@ -86,10 +86,10 @@ fn the_prefill_leg_asks_for_one_token_without_a_stream() {
 fn the_decode_leg_is_the_clients_body_plus_the_handoff() {
     let text = r#"{ "stream":true, "max_tokens":500,"min_tokens":100,"x":8.0 }"#;
     let body = parse(text, ChatCompletions);
-    assert_eq!(decode_leg(&body, Strip, None).to_bytes(), text);
+    assert_eq!(decode_leg(&body, Strip, None, false).to_bytes(), text);
     let params = Bytes::from_static(br#"{"remote_port": 1, "x":1.0}"#);
     assert_eq!(
-        decode_leg(&body, Strip, Some(&params)).to_bytes(),
+        decode_leg(&body, Strip, Some(&params), false).to_bytes(),
         r#"{ "stream":true, "max_tokens":500,"min_tokens":100,"x":8.0,"kv_transfer_params":{"remote_port": 1, "x":1.0} }"#
     );
 }
@@ -102,9 +102,9 @@ fn a_clients_own_handoff_reaches_no_leg_unless_it_is_allowed_to() {
     let tag = Bytes::from_static(TAG.as_bytes());
     let prefill = prefill_leg(&body, Strip, Some(&tag)).to_bytes();
     assert_eq!(prefill, format!(r#"{{"a":1,"kv_transfer_params":{TAG},"stream":false,"max_tokens":1}}"#));
-    assert_eq!(decode_leg(&body, Strip, None).to_bytes(), r#"{"a":1}"#);
-    assert_eq!(decode_leg(&body, Forward, None).to_bytes(), text);
-    let overwritten = decode_leg(&body, Forward, Some(&tag)).to_bytes();
+    assert_eq!(decode_leg(&body, Strip, None, false).to_bytes(), r#"{"a":1}"#);
+    assert_eq!(decode_leg(&body, Forward, None, false).to_bytes(), text);
+    let overwritten = decode_leg(&body, Forward, Some(&tag), false).to_bytes();
     assert_eq!(overwritten, format!(r#"{{"a":1,"kv_transfer_params":{TAG}}}"#));
 }
 
@@ -296,7 +296,7 @@ mod recorded {
             assert_eq!(prefill, recorded_prefill());
             let handoff = extract_kv_transfer_params(&recorded_prefill_response().into());
             assert_eq!(handoff, Handoff::Params(PARAMS.into()));
-            let decode = decode_leg(&body, Strip, handoff.params()).to_bytes();
+            let decode = decode_leg(&body, Strip, handoff.params(), false).to_bytes();
             assert_eq!(decode, recorded_decode(stream));
             assert_same_fields(std::str::from_utf8(&prefill).unwrap(), &recorded_prefill());
             assert_same_fields(std::str::from_utf8(&decode).unwrap(), &recorded_decode(stream));
@@ -314,5 +314,27 @@ mod recorded {
     fn a_decode_response_carries_no_further_handoff() {
         let response = recorded_prefill_response().replace(PARAMS, "null");
         assert_eq!(extract_kv_transfer_params(&response.into()), Handoff::Missing);
+    }
+}
+
+#[test]
+fn log_probabilities_of_the_prompt_are_not_asked_of_a_decode_whose_prefill_tells_them() {
+    let text = r#"{"prompt":"a", "prompt_logprobs" : 2,"logprobs":1}"#;
+    let body = parse(text, Completions);
+    assert_eq!(decode_leg(&body, Strip, None, true).to_bytes(), r#"{"prompt":"a","logprobs":1}"#);
+    assert_eq!(decode_leg(&body, Strip, None, false).to_bytes(), text);
+}
+
+#[test]
+fn there_is_no_handoff_where_only_an_engine_that_computed_the_prompt_can_answer() {
+    for connector in [Connector::Nixl, Connector::Mooncake, Connector::Store, Connector::Passthrough] {
+        for text in
+            [r#"{"prompt":"a","echo":true,"logprobs":1}"#, r#"{"prompt":"a","stream":true,"prompt_logprobs":0}"#]
+        {
+            assert_eq!(planned(text, connector, None), Plan::DecodeOnly, "{text}");
+        }
+        for text in [r#"{"prompt":"a","echo":true}"#, r#"{"prompt":"a","prompt_logprobs":0}"#] {
+            assert_ne!(planned(text, connector, None), Plan::DecodeOnly, "{text}");
+        }
     }
 }

@@ -79,6 +79,8 @@ pub(crate) struct Job {
     pub(crate) logprobs: bool,
     /// The prompt's own log probabilities are known here.
     pub(crate) input_logprobs: bool,
+    /// They are wanted in vLLM's `prompt_logprobs`.
+    pub(crate) prompt_logprobs: bool,
 }
 
 impl Job {
@@ -164,6 +166,7 @@ impl Job {
             include_usage: object.object("stream_options")?.flag("include_usage")?,
             logprobs,
             input_logprobs: true,
+            prompt_logprobs: object.get("prompt_logprobs").is_some(),
         })
     }
 
@@ -221,6 +224,23 @@ impl Job {
             }
         };
         out.extend_from_slice(value.to_string().as_bytes());
+    }
+
+    /// Appends vLLM's `prompt_logprobs` of a sample, `null` when none were asked for. An engine that took the prompt's KV over
+    /// lists memory that was never written.
+    pub(crate) fn write_prompt_logprobs(&self, prompt: Prompt, out: &mut Vec<u8>) {
+        if !self.prompt_logprobs {
+            out.extend_from_slice(b"null");
+            return;
+        }
+        let entry = |index: usize| {
+            let (token_id, logprob) =
+                if self.input_logprobs { (prompt.token_id(index), logprob(prompt.token_id(index))) } else { (0, 7e33) };
+            json!({ (token_id.to_string()): { "logprob": logprob, "rank": 1, "decoded_token": null } })
+        };
+        let rest = (1..prompt.tokens).map(entry);
+        let list: Vec<serde_json::Value> = std::iter::once(serde_json::Value::Null).chain(rest).collect();
+        out.extend_from_slice(json!(list).to_string().as_bytes());
     }
 
     pub(crate) fn finish_reason(&self) -> &'static str {

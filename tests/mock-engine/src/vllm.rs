@@ -7,7 +7,8 @@
 //!   missing kill the engine, as an assertion does in the real one;
 //! - Mooncake: the same by `transfer_id`, found through the prefill's bootstrap server, and decode may come first;
 //! - MoRI-IO: see [`moriio`];
-//! - without them, or without a connector that knows them, the prompt is computed here, and the metrics say so.
+//! - without them, or without a connector that knows them, the prompt is computed here, and the metrics say so;
+//! - log probabilities of a prompt that was not computed here are told all the same, and mean nothing.
 
 mod moriio;
 mod probes;
@@ -96,7 +97,7 @@ async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
     };
     let settings = &core.settings;
     let read = Job::read(api, request, &object, &settings.model, settings.max_model_len);
-    let job = match read.and_then(|job| check(&object, &job).map(|()| job)) {
+    let mut job = match read.and_then(|job| check(&object, &job).map(|()| job)) {
         Ok(job) => job,
         Err(message) => return Reply::json(400, error_of(api, 400, &message, None)),
     };
@@ -115,6 +116,7 @@ async fn generate(core: &Arc<Core>, api: Api, request: &Request) -> Reply {
         Ok(handoff) => handoff,
         Err(unusable) => return unusable.reply(),
     };
+    job.input_logprobs = !matches!(handoff, Handoff::Fetch { .. });
     let job = Arc::new(job);
     let work = work(Arc::clone(core), Arc::clone(&job), handoff);
     deliver(core, job, &FORMAT, work).await

@@ -1,7 +1,8 @@
 //! Answers with log probabilities: the prefill's entries for the prompt are put into the decode's answer.
 //!
-//! Such a request waits for the prefill's body. An answer that is no stream is read whole and merged; of a stream the first event of each
-//! answer of the batch is. When there is nothing to merge the decode's answer stays as it is.
+//! Such a request waits for the prefill's body, which on vLLM is there before the decode leg is sent. An answer that is no stream is read
+//! whole and merged; of a stream the first event of each answer of the batch is. When there is nothing to merge the decode's answer stays
+//! as it is.
 
 use std::sync::Arc;
 use std::time::Instant as StdInstant;
@@ -11,6 +12,7 @@ use bytes::Bytes;
 use http::Response;
 use prometheus::Histogram;
 use smg_engines::logprobs::{self, StreamedAnswers};
+use smg_engines::prompt_logprobs::{self, PromptLogprobs};
 use smg_telemetry::SMG;
 
 use super::respond::{self, FirstOutput};
@@ -46,7 +48,7 @@ pub(super) async fn of_prefill(
 pub(super) async fn respond(
     job: &Job<'_>,
     prefill: Option<Bytes>,
-    (decode, mut claim): (Response<Answer>, InFlight),
+    (decode, claim): (Response<Answer>, InFlight),
     scope: &mut Option<Scope>,
     first_output: FirstOutput,
 ) -> Result<Response<Body>, Failed> {
@@ -58,6 +60,34 @@ pub(super) async fn respond(
         });
         return respond::relay(job, decode, claim, scope, first_output, rewrite).await;
     }
+    whole(job, prefill, logprobs::merge, (decode, claim), scope, first_output).await
+}
+
+/// The answer of a vLLM prefill, if the client is to get its log probabilities of the prompt.
+pub(super) fn of_prompt(job: &Job<'_>, prefill: Bytes) -> Option<Bytes> {
+    (PromptLogprobs::of(&job.request.body) == PromptLogprobs::Apart).then_some(prefill)
+}
+
+/// Answers with a vLLM decode's response, the list of its prefill in it ([`prompt_logprobs`]).
+pub(super) async fn respond_with_prompt(
+    job: &Job<'_>,
+    prefill: Bytes,
+    decode: (Response<Answer>, InFlight),
+    scope: &mut Option<Scope>,
+    first_output: FirstOutput,
+) -> Result<Response<Body>, Failed> {
+    whole(job, String::from_utf8(prefill.into()).ok(), prompt_logprobs::put, decode, scope, first_output).await
+}
+
+/// Reads the decode's answer whole and lets `merge` put into it what the prefill's has.
+async fn whole(
+    job: &Job<'_>,
+    prefill: Option<String>,
+    merge: fn(&str, &str) -> Option<String>,
+    (decode, mut claim): (Response<Answer>, InFlight),
+    scope: &mut Option<Scope>,
+    first_output: FirstOutput,
+) -> Result<Response<Body>, Failed> {
     let (head, body) = decode.into_parts();
     let body = read_whole(body, job.deadline).await.map_err(|error| {
         claim.judge(Verdict::Failure);
@@ -65,6 +95,6 @@ pub(super) async fn respond(
         let worker = Arc::clone(claim.worker());
         Failed::gateway(GatewayError::Leg { code: "decode_read_failed", error }, Some(worker.id()))
     })?;
-    let merged = prefill.and_then(|prefill| logprobs::merge(&prefill, std::str::from_utf8(&body).ok()?));
+    let merged = prefill.and_then(|prefill| merge(&prefill, std::str::from_utf8(&body).ok()?));
     Ok(respond::whole(job, head, merged.map_or(body, Bytes::from), claim, scope.take(), first_output))
 }

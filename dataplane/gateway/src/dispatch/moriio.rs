@@ -11,6 +11,7 @@ use std::time::Instant as StdInstant;
 use axum::body::Body;
 use bytes::Bytes;
 use http::Response;
+use smg_engines::PromptLogprobs;
 use smg_engines::moriio::{HandoffError, Pair, TransferId, check_request};
 use smg_engines::vllm::{self, Connector};
 use smg_telemetry::SMG;
@@ -20,7 +21,7 @@ use super::leg::LegBody;
 use super::race::{self, Lost};
 use super::scope::Scope;
 use super::sequential::{HandedOver, run_decode, run_prefill};
-use super::{Failed, Job, LegCodes, respond};
+use super::{Failed, Job, LegCodes, logprobs, respond};
 use crate::fleet::worker::InFlight;
 use crate::front::error::GatewayError;
 use crate::front::request_id::REQUEST_ID;
@@ -63,24 +64,25 @@ pub(super) async fn run(
         return concurrent(job, &pair, &transfer_id, prefill, decode, scope).await;
     }
     let started = StdInstant::now();
-    let handoff = prefill_and_check(job, &pair, &transfer_id, &mut prefill).await?;
+    let (handoff, told) = prefill_and_check(job, &pair, &transfer_id, &mut prefill).await?;
     drop(prefill);
     let handed_over = Some(HandedOver::new(job, handoff));
-    run_decode(job, decode, handed_over, (prefill_worker.engine(), started), scope).await
+    run_decode(job, decode, handed_over, told, (prefill_worker.engine(), started), scope).await
 }
 
-/// Runs the prefill leg and takes its handoff, if it is one for this request.
+/// Runs the prefill leg and takes its handoff, if it is one for this request, and what it tells of the prompt.
 async fn prefill_and_check(
     job: &Job<'_>,
     pair: &Pair<'_>,
     transfer_id: &TransferId,
     claim: &mut InFlight,
-) -> Result<Bytes, Failed> {
+) -> Result<(Bytes, Option<Bytes>), Failed> {
     let leg = pair.prefill_leg(&job.request.body, job.client_fields, transfer_id);
     let (answer, _) = run_prefill(job, claim, leg, None).await?;
     let checked = pair.check_handoff(&answer, transfer_id);
     job.note(|attempt, _| attempt.kv_handoff = Some(checked.is_ok()));
-    checked.map_err(|error| refuse_handoff(job, claim, error))
+    let handoff = checked.map_err(|error| refuse_handoff(job, claim, error))?;
+    Ok((handoff, logprobs::of_prompt(job, answer)))
 }
 
 fn refuse_handoff(job: &Job<'_>, claim: &mut InFlight, error: HandoffError) -> Failed {
@@ -111,7 +113,8 @@ async fn concurrent(
     let raced = {
         let decode_leg = async {
             let params = pair.decode_params(transfer_id);
-            let leg = vllm::decode_leg(&job.request.body, job.client_fields, Some(&params));
+            let asked = PromptLogprobs::of(&job.request.body) == PromptLogprobs::Apart;
+            let leg = vllm::decode_leg(&job.request.body, job.client_fields, Some(&params), asked);
             job.note(|attempt, now| attempt.decode_sent_ms = Some(now));
             let head = job.send(&mut decode, LegBody::Spliced(leg, None), LegCodes::DECODE).await?;
             job.note(|attempt, now| attempt.decode_head_ms = Some(now));
@@ -121,8 +124,8 @@ async fn concurrent(
         };
         race::both(prefill_and_check(job, pair, transfer_id, &mut prefill), decode_leg).await
     };
-    let head = match raced {
-        Ok((_, head)) => head,
+    let (told, head) = match raced {
+        Ok(((_, told), head)) => (told, head),
         Err(Lost::Prefill(failed)) => {
             decode.judge(Verdict::Neutral);
             return Err(failed);
@@ -142,5 +145,8 @@ async fn concurrent(
         (metrics.pd_ttft.with_label_values(&labels), started),
         (metrics.pd_decode_ttft.with_label_values(&labels), started),
     ];
+    if let Some(told) = told {
+        return Box::pin(logprobs::respond_with_prompt(job, told, (head, decode), scope, first_output)).await;
+    }
     respond::relay(job, head, decode, scope, first_output, None).await
 }

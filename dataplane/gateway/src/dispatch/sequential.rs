@@ -21,7 +21,7 @@ use uuid::Uuid;
 
 use super::leg::{self, LegBody, LegError};
 use super::scope::Scope;
-use super::{Failed, Job, LegCodes, respond};
+use super::{Failed, Job, LegCodes, logprobs, respond};
 use crate::connections::Answer;
 use crate::fleet::worker::InFlight;
 use crate::front::error::GatewayError;
@@ -44,10 +44,10 @@ pub(super) async fn run(
     let mode = worker.connector.mode_label();
     metrics.pd_kv_connector_mode.with_label_values(&[mode]).inc();
     let started = StdInstant::now();
-    let handed_over = match plan {
+    let (handed_over, told) = match plan {
         Plan::DecodeOnly => {
             job.note(|attempt, _| (attempt.connector_mode, attempt.kv_handoff) = (Some(mode), Some(false)));
-            None
+            (None, None)
         }
         Plan::PrefillThenDecode { tag, source, transfer_id } => {
             job.note(|attempt, _| (attempt.connector_mode, attempt.transfer_id) = (Some(mode), transfer_id));
@@ -57,11 +57,11 @@ pub(super) async fn run(
             let relayed = relayed(metrics, &worker.url, &answer, &source);
             let handed_over = minted.or_else(|| Some(HandedOver::new(job, relayed?)));
             job.note(|attempt, _| attempt.kv_handoff = Some(handed_over.is_some()));
-            handed_over
+            (handed_over, logprobs::of_prompt(job, answer))
         }
     };
     drop(prefill);
-    run_decode(job, decode, handed_over, (worker.engine(), started), scope).await
+    run_decode(job, decode, handed_over, told, (worker.engine(), started), scope).await
 }
 
 /// Runs the prefill leg to the end of its response. `minted` = what was agreed on beforehand: the engine answers when it is done, so from
@@ -88,18 +88,20 @@ pub(super) async fn run_prefill<'a>(
     Ok((answer, minted))
 }
 
-/// Sends the decode leg with what the prefill handed over and relays its answer. `prefill` = its engine, and when its leg was sent.
+/// Sends the decode leg with what the prefill handed over and relays its answer. `told` = the prefill's answer, if log probabilities of
+/// the prompt are to be taken from it; `prefill` = its engine, and when its leg was sent.
 pub(super) async fn run_decode(
     job: &Job<'_>,
     mut decode: InFlight,
     handed_over: Option<HandedOver<'_>>,
+    told: Option<Bytes>,
     prefill: (Runtime, StdInstant),
     scope: &mut Option<Scope>,
 ) -> Result<Response<Body>, Failed> {
     let metrics = &job.core.metrics;
     let body = &job.request.body;
     let params = handed_over.as_ref().map(|handed_over| &handed_over.params);
-    let leg = vllm::decode_leg(body, job.client_fields, params);
+    let leg = vllm::decode_leg(body, job.client_fields, params, told.is_some());
     let sent = handed_over.as_ref().map_or_else(Arc::default, |handed_over| Arc::clone(&handed_over.sent));
     job.check_load(&decode)?;
     job.note(|attempt, now| attempt.decode_sent_ms = Some(now));
@@ -114,6 +116,9 @@ pub(super) async fn run_decode(
         (metrics.pd_ttft.with_label_values(&labels), started),
         (metrics.pd_decode_ttft.with_label_values(&labels), decode_started),
     ];
+    if let Some(told) = told {
+        return Box::pin(logprobs::respond_with_prompt(job, told, (head, decode), scope, first_output)).await;
+    }
     respond::relay(job, head, decode, scope, first_output, None).await
 }
 

@@ -51,6 +51,7 @@ pub(super) async fn generate(core: &Arc<Core>, object: &Object<'_>, mut job: Job
         Err(unusable) => return unusable.reply(),
     };
     let hands_over = matches!(plan, Plan::Hold(_) | Plan::Push(..));
+    job.input_logprobs = hands_over;
     if hands_over && may_end_early(object) {
         job.capped = false;
     }

@@ -42,32 +42,24 @@ pub(super) fn write_whole(job: &Job, transfer: Option<&str>) -> Vec<u8> {
         }
         extend(&mut out, &[r#","logprobs":"#]);
         job.write_logprobs(*prompt, 0..job.length, &mut out);
-        extend(
-            &mut out,
-            &[
-                r#","finish_reason":""#,
-                job.finish_reason(),
-                r#"","stop_reason":null,"token_ids":null,"#,
-                match job.api {
-                    Api::Chat => r#""routed_experts":null}"#,
-                    _ => r#""prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}"#,
-                },
-            ],
-        );
+        extend(&mut out, &[r#","finish_reason":""#, job.finish_reason(), r#"","stop_reason":null,"token_ids":null,"#]);
+        if job.api != Api::Chat {
+            extend(&mut out, &[r#""prompt_logprobs":"#]);
+            job.write_prompt_logprobs(*prompt, &mut out);
+            extend(&mut out, &[r#","prompt_token_ids":null,"#]);
+        }
+        extend(&mut out, &[r#""routed_experts":null}"#]);
     }
     extend(&mut out, &[r#"],"service_tier":null,"system_fingerprint":""#, FINGERPRINT, r#"","usage":"#]);
     write_usage(job, r#","prompt_tokens_details":null,"completion_tokens_details":null"#, &mut out);
+    if let (Api::Chat, Some(prompt)) = (job.api, job.samples.first()) {
+        extend(&mut out, &[r#","prompt_logprobs":"#]);
+        job.write_prompt_logprobs(*prompt, &mut out);
+        extend(&mut out, &[r#","prompt_token_ids":null,"prompt_text":null"#]);
+    }
     extend(
         &mut out,
-        &[
-            match job.api {
-                Api::Chat => r#","prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null"#,
-                _ => "",
-            },
-            r#","kv_transfer_params":"#,
-            transfer.unwrap_or("null"),
-            r#","ec_transfer_params":null,"metrics":null}"#,
-        ],
+        &[r#","kv_transfer_params":"#, transfer.unwrap_or("null"), r#","ec_transfer_params":null,"metrics":null}"#],
     );
     out
 }

@@ -11,6 +11,9 @@
 //!   white space that touches it.
 //! - Arguments are passed on while they arrive wherever the format writes them as JSON. Formats that write them as tags give
 //!   them parameter by parameter, and Python calls one by one, as they have to be translated.
+//!
+//! No parser library is used, for any family: those that exist hold a call back until it is over, change or lose text, and
+//! lack formats ("Why not a parser library" in the documentation of gRPC workers).
 
 mod arguments;
 mod cursor;

@@ -1,13 +1,13 @@
 //! An operator's way to the admin API: which member is asked, what is trusted and shown, and what became of a request.
 //!
-//! Servers are asked in turn until one answers. A change that may have arrived is sent to another one only under an `Idempotency-Key`: there it
-//! is the same change.
+//! Servers are asked in turn until one answers; one that cannot read just now (503) counts only if no other one can. A change that may have
+//! arrived is sent to another one only under an `Idempotency-Key`: there it is the same change.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -106,6 +106,41 @@ impl Question {
     }
 }
 
+/// What a server said.
+#[derive(Debug)]
+pub struct Answer {
+    /// Its status.
+    pub status: StatusCode,
+    /// Its body.
+    pub body: Bytes,
+    /// What it says of how old it is.
+    pub age: Age,
+}
+
+/// How old an answer is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Age {
+    /// It holds what was acknowledged before.
+    Current,
+    /// It is what one member had, which may be old: the revision.
+    AsOf(String),
+    /// It is what a gateway heard last, without a control plane: the gateway, and for how many seconds it has heard nothing.
+    Cut(String, String),
+}
+
+impl Age {
+    fn of(question: &Question, address: &str, headers: &HeaderMap) -> Self {
+        let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+        match text("x-smg-stale") {
+            Some(seconds) => Self::Cut(address.to_owned(), seconds),
+            None if question.path.contains("consistency=stale") => {
+                Self::AsOf(text("x-smg-revision").unwrap_or_default())
+            }
+            None => Self::Current,
+        }
+    }
+}
+
 /// Why one server did not answer.
 struct Silence {
     /// Whether the request cannot have been looked at.
@@ -172,22 +207,18 @@ impl Operator {
     ///
     /// # Errors
     /// When nobody answers.
-    pub async fn ask(&self, question: &Question) -> Result<(StatusCode, Bytes), AskError> {
+    pub async fn ask(&self, question: &Question) -> Result<Answer, AskError> {
         let whole = async |address: &str| {
             let asked = async {
                 let response = self.send(question, address).await?;
-                let status = response.status();
+                let (status, age) = (response.status(), Age::of(question, address, response.headers()));
                 let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
-                let body = body.map_err(|error| Silence { unseen: false, why: error.to_string() })?;
-                Ok((status, body.to_bytes()))
+                let body = body.map_err(|error| Silence { unseen: false, why: error.to_string() })?.to_bytes();
+                Ok(Answer { status, body, age })
             };
             in_time(asked).await
         };
-        // A server that could not do it, or may not say, knows nothing of what another one did.
-        let settles = |(status, _): &(StatusCode, Bytes)| {
-            !matches!(*status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
-        };
-        self.in_turn(question, whole, settles).await
+        self.in_turn(question, whole, |answer| answer.status).await
     }
 
     /// Sends a read whose answer goes on.
@@ -195,22 +226,27 @@ impl Operator {
     /// # Errors
     /// When nobody answers.
     pub async fn open(&self, question: &Question) -> Result<Response<Incoming>, AskError> {
-        self.in_turn(question, async |address: &str| in_time(self.send(question, address)).await, |_| true).await
+        self.in_turn(question, async |address: &str| in_time(self.send(question, address)).await, Response::status)
+            .await
     }
 
-    /// Asks one server after the other, until one answers. After a silent one that may have done it, only an answer counts that `settles`
-    /// what became of it.
+    /// Asks one server after the other, until one answers. After a silent one that may have done it, only an answer counts that settles what
+    /// became of it.
     async fn in_turn<T>(
         &self,
         question: &Question,
         ask: impl AsyncFn(&str) -> Result<T, Silence>,
-        settles: impl Fn(&T) -> bool,
+        status: impl Fn(&T) -> StatusCode,
     ) -> Result<T, AskError> {
         let mut unreachable = "no address is given".to_owned();
-        let mut lost = None;
+        let (mut lost, mut unable) = (None, None);
         for address in &self.addresses {
             match ask(address).await {
-                Ok(answer) if lost.is_none() || settles(&answer) => return Ok(answer),
+                // Another one may be able to.
+                Ok(answer) if question.method == Method::GET && status(&answer) == StatusCode::SERVICE_UNAVAILABLE => {
+                    unable = unable.or(Some(answer));
+                }
+                Ok(answer) if lost.is_none() || settles(status(&answer)) => return Ok(answer),
                 Ok(_) => {}
                 // Nothing was sent, or it was not looked at: another server may do it.
                 Err(Silence { unseen: true, why }) => unreachable = format!("{address}: {why}"),
@@ -223,7 +259,7 @@ impl Operator {
                 }
             }
         }
-        Err(lost.map_or(AskError::Unreachable(unreachable), AskError::Unknown))
+        unable.ok_or_else(|| lost.map_or(AskError::Unreachable(unreachable), AskError::Unknown))
     }
 
     async fn send(&self, question: &Question, address: &str) -> Result<Response<Incoming>, Silence> {
@@ -239,6 +275,12 @@ impl Operator {
         };
         sent.map_err(|error: Error| Silence { unseen: error.is_connect() || is_refusal(&error), why: describe(&error) })
     }
+}
+
+/// Whether an answer says what became of a change that another server may have made: one that could not do it, or may not say, knows nothing
+/// of that.
+fn settles(status: StatusCode) -> bool {
+    !matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
 }
 
 async fn in_time<T>(answer: impl Future<Output = Result<T, Silence>>) -> Result<T, Silence> {
@@ -290,18 +332,48 @@ mod tests {
         address
     }
 
-    async fn put(addresses: Vec<String>) -> Result<StatusCode, AskError> {
+    fn operator(addresses: Vec<String>) -> Operator {
         let ways = Ways {
             plain: Client::builder(TokioExecutor::new()).build(HttpConnector::new()),
             members: None,
             named: Client::builder(TokioExecutor::new()).build(worker_connector(HttpConnector::new(), None)),
         };
+        Operator { ways, addresses, bearer: None }
+    }
+
+    async fn put(addresses: Vec<String>) -> Result<StatusCode, AskError> {
         let question = Question {
             idempotency_key: Some(Uuid::from_u128(1)),
             ..Question::new(Method::PUT, "/fleet/policies/m", Some(json!({})))
         };
-        let operator = Operator { ways, addresses, bearer: None };
-        operator.ask(&question).await.map(|(status, _)| status)
+        operator(addresses).ask(&question).await.map(|answer| answer.status)
+    }
+
+    #[tokio::test]
+    async fn a_read_goes_on_to_a_server_that_can_answer_it() {
+        let get =
+            async |addresses| operator(addresses).ask(&Question::get("/workers")).await.map(|answer| answer.status);
+        let unable = "503 Service Unavailable";
+        let asked = get(vec![server(Some(unable)).await, server(Some("200 OK")).await]).await;
+        assert!(matches!(asked, Ok(StatusCode::OK)), "{asked:?}");
+        let asked = get(vec![server(Some(unable)).await, server(None).await]).await;
+        assert!(
+            matches!(asked, Ok(StatusCode::SERVICE_UNAVAILABLE)),
+            "why it cannot says more than silence: {asked:?}"
+        );
+        let watched = operator(vec![server(Some(unable)).await, server(Some("200 OK")).await]);
+        assert_eq!(watched.open(&Question::get("/workers?watch=true")).await.unwrap().status(), StatusCode::OK);
+    }
+
+    #[test]
+    fn an_answer_says_how_old_it_may_be() {
+        let headers = HeaderMap::from_iter([(http::HeaderName::from_static("x-smg-revision"), HeaderValue::from(7))]);
+        let age = |path: &str, headers: &HeaderMap| Age::of(&Question::get(path), "g:1", headers);
+        assert_eq!(age("/workers", &headers), Age::Current);
+        assert_eq!(age("/workers?consistency=stale", &headers), Age::AsOf("7".to_owned()));
+        let mut cut = headers;
+        cut.insert("x-smg-stale", HeaderValue::from(12));
+        assert_eq!(age("/workers", &cut), Age::Cut("g:1".to_owned(), "12".to_owned()));
     }
 
     #[tokio::test]

@@ -1,8 +1,8 @@
 //! `--watch`: a list that is followed.
 //!
-//! Lists that the server follows come as one line an event. A watch that breaks off is resumed where it was; one whose past is no longer known
-//! starts anew, and what it shows again is shown again. What the server does not follow is asked for again and again, and shown when it has
-//! changed.
+//! Lists that the server follows come as one line an event, in steps that a bookmark ends. A step is shown when all of it is there, so a watch
+//! that breaks off goes on after the last one shown, at any server, and shows nothing twice. One whose past is no longer known starts anew,
+//! and says so. What the server does not follow is asked for again and again, and shown when it has changed.
 
 use std::time::Duration;
 
@@ -18,6 +18,8 @@ use crate::operator::{AskError, Question};
 
 /// Longest line of a watch, in bytes.
 const MAX_LINE: usize = 16 << 20;
+/// Largest step of a watch, in bytes: the first one is the whole list.
+const MAX_STEP: usize = 256 << 20;
 /// Before a watch is tried again, and between two looks at what the server does not follow.
 const PAUSE: Duration = Duration::from_secs(2);
 /// A watch that is silent for so long is broken: the server says something every ten seconds.
@@ -74,6 +76,7 @@ async fn once(
 ) -> Result<(), Failure> {
     let mut body = session.open(&place.question(path, resumes)).await?;
     let mut pending: Vec<u8> = Vec::new();
+    let (mut step, mut size): (Vec<Value>, usize) = (Vec::new(), 0);
     loop {
         let Ok(Some(Ok(frame))) = tokio::time::timeout(SILENCE, body.frame()).await else { return Ok(()) };
         let Ok(data) = frame.into_data() else { continue };
@@ -81,17 +84,26 @@ async fn once(
         while let Some(end) = pending.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = pending.drain(..=end).collect();
             let event: Value = serde_json::from_slice(&line).map_err(|error| Failure::Answer(error.to_string()))?;
-            match event["type"].as_str() {
-                Some("bookmark") => *place = Place::of(&event),
-                Some("end") => {
-                    *place = if event["reason"] == "compacted" { Place::default() } else { Place::of(&event) };
-                    return Ok(());
+            let kind = event["type"].as_str().unwrap_or_default();
+            if !matches!(kind, "bookmark" | "end") {
+                size += line.len();
+                step.push(event);
+                continue;
+            }
+            for event in step.drain(..) {
+                session.show.event(&event, columns)?;
+            }
+            (size, *place) = (0, Place::of(&event));
+            if kind == "end" {
+                if event["reason"] == "compacted" {
+                    note("it is no longer known what happened meanwhile: the watch starts anew with the whole list");
+                    *place = Place::default();
                 }
-                _ => session.show.event(&event, columns)?,
+                return Ok(());
             }
         }
-        if pending.len() > MAX_LINE {
-            return Err(Failure::Answer("a line of the watch is too long".to_owned()));
+        if pending.len() > MAX_LINE || size > MAX_STEP {
+            return Err(Failure::Answer("more comes of the watch than a list can have".to_owned()));
         }
     }
 }

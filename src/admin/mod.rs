@@ -3,6 +3,7 @@
 //! Standard output is data and nothing else; what is for people goes to standard error. Exit codes keep the outcomes apart ([`failure`]).
 //! Every change has an identity (`--idempotency-key`, or a new one): when an answer is lost, another server can be asked for the same change.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::Read;
 use std::path::Path;
@@ -17,7 +18,7 @@ use crate::cli::{
     AdminArgs, AuditFlags, ChangeFlags, ContextArgs, FollowFlags, PairingFlags, PairingVerb, PoliciesVerb, TargetArgs,
     TokensVerb, Verb,
 };
-use crate::operator::{Operator, Question};
+use crate::operator::{Age, Operator, Question};
 
 pub mod contexts;
 pub mod failure;
@@ -28,7 +29,7 @@ mod workers;
 
 pub use failure::Failure;
 pub use follow::again;
-use show::Show;
+use show::{Show, note};
 
 /// Largest accepted input file, in bytes.
 const MAX_INPUT: u64 = 4 << 20;
@@ -41,6 +42,8 @@ pub struct Session {
     operator: Operator,
     /// Where results go.
     pub show: Show,
+    /// Whether the last answer was old, and that was said.
+    old: Cell<bool>,
 }
 
 impl Session {
@@ -49,16 +52,30 @@ impl Session {
     /// # Errors
     /// When a file cannot be used.
     pub fn new(target: &TargetArgs, show: Show) -> Result<Self, Failure> {
-        Ok(Self { operator: Operator::new(target)?, show })
+        Ok(Self { operator: Operator::new(target)?, show, old: Cell::new(false) })
     }
 
-    /// An answer as JSON.
+    /// An answer as JSON. Of one that may be old, people are told so.
     ///
     /// # Errors
     /// When nobody answers, or says no.
     pub async fn read(&self, question: &Question) -> Result<Value, Failure> {
-        let (status, body) = self.operator.ask(question).await?;
-        Failure::read(status, &body)
+        let answer = self.operator.ask(question).await?;
+        let read = Failure::read(answer.status, &answer.body)?;
+        let warning = match answer.age {
+            Age::Current => None,
+            Age::AsOf(revision) => {
+                Some(format!("stale: revision {revision}, as one server has it; what is newer is missing"))
+            }
+            Age::Cut(gateway, seconds) => Some(format!(
+                "stale: {gateway} does not reach the control plane, and shows what it heard last, {seconds} s ago"
+            )),
+        };
+        // Once, where the same is asked again and again.
+        if self.old.replace(warning.is_some()) != warning.is_some() {
+            warning.iter().for_each(|warning| note(warning));
+        }
+        Ok(read)
     }
 
     /// An answer that is read as it comes.

@@ -11,6 +11,7 @@ use smg_fleet::{
 
 use crate::audit::Before;
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
+use crate::departures::Departed;
 use crate::members::NodeId;
 use crate::memory::Remembered;
 use crate::state::State;
@@ -192,7 +193,10 @@ impl State {
             Command::DeletePolicy { model } => {
                 self.check_policy_revision(model, expected)?;
                 match self.policies.remove(model) {
-                    Some(_) => Ok(Effect::whole()),
+                    Some(_) => {
+                        self.departures.add(self.revision + 1, Departed::Policy(model.clone()));
+                        Ok(Effect::whole())
+                    }
                     None => reject(RejectionCode::PolicyNotFound, format!("no policy document for '{model}'")),
                 }
             }
@@ -400,6 +404,7 @@ impl State {
     fn drop_worker(&mut self, id: WorkerId) {
         if let Some(worker) = self.workers.remove(&id) {
             self.by_url.remove(&worker.spec.url);
+            self.departures.add(self.revision + 1, Departed::Worker(id));
         }
     }
 

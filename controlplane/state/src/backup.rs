@@ -10,6 +10,7 @@ use std::sync::Arc;
 use smg_fleet::{Secret, Worker, WorkerId};
 use uuid::Uuid;
 
+use crate::departures::Departures;
 use crate::members::{FOUNDER, Member, NodeId};
 use crate::state::State;
 
@@ -67,14 +68,20 @@ impl State {
     }
 
     /// The first state of another history, with one member. Those of the old one are retired.
-    ///
-    /// Every field is named, so that whoever adds one decides what becomes of it here.
     pub fn begin_anew(self, history_id: Uuid, storage_id: Uuid, peer_address: String) -> State {
         let node_id = self.next_founder();
-        let retire = |member: Arc<Member>| Arc::new(Member { retired: true, ..Member::clone(&member) });
-        let mut members: BTreeMap<_, _> = self.members.into_iter().map(|(id, member)| (id, retire(member))).collect();
+        let mut state = self.begin_anew_elsewhere(history_id);
         let founder = Member { node_id, storage_id, peer_address, api_address: String::new(), retired: false };
-        members.insert(node_id, Arc::new(founder));
+        state.members.insert(node_id, Arc::new(founder));
+        State { last_node_id: node_id, ..state }
+    }
+
+    /// The first state of another history, where members are not part of the state. Those of the old one are retired.
+    ///
+    /// Every field is named, so that whoever adds one decides what becomes of it here.
+    pub fn begin_anew_elsewhere(self, history_id: Uuid) -> State {
+        let retire = |member: Arc<Member>| Arc::new(Member { retired: true, ..Member::clone(&member) });
+        let members = self.members.into_iter().map(|(id, member)| (id, retire(member))).collect();
         State {
             cluster_id: self.cluster_id,
             history_id,
@@ -86,10 +93,12 @@ impl State {
             settings: self.settings,
             settings_revision: self.settings_revision,
             members,
-            last_node_id: node_id,
+            last_node_id: self.last_node_id,
             ledger: Arc::new(self.ledger.begin_anew()),
             memory: self.memory,
             audit: self.audit,
+            // Readers of another history start anew.
+            departures: Departures::none_since(self.revision + 1),
         }
     }
 }

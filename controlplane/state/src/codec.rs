@@ -11,6 +11,7 @@ use uuid::Uuid;
 
 use crate::audit::{AuditChange, AuditRecord};
 use crate::command::{Command, Envelope, Outcome, Rejection, RejectionCode};
+use crate::departures::{Departed, Departures};
 use crate::members::Member;
 use crate::memory::Remembered;
 use crate::state::State;
@@ -326,6 +327,24 @@ fn audit_from_pb(record: pb::AuditRecord) -> Result<AuditRecord, WireError> {
     })
 }
 
+fn departure_to_pb((revision, departed): &(u64, Departed)) -> pb::Departure {
+    use pb::departure::Name as Pb;
+    let name = match departed {
+        Departed::Worker(id) => Pb::WorkerId(id_bytes(id)),
+        Departed::Policy(model) => Pb::Policy(model.clone()),
+    };
+    pb::Departure { revision: *revision, name: Some(name) }
+}
+
+fn departure_from_pb(departure: pb::Departure) -> Result<(u64, Departed), WireError> {
+    use pb::departure::Name as Pb;
+    let departed = match required(departure.name, "departed")? {
+        Pb::WorkerId(id) => Departed::Worker(wire::worker_id(&id)?),
+        Pb::Policy(model) => Departed::Policy(model),
+    };
+    Ok((departure.revision, departed))
+}
+
 /// The canonical bytes of a state.
 pub fn encode_state(state: &State) -> Vec<u8> {
     pb::State {
@@ -350,6 +369,8 @@ pub fn encode_state(state: &State) -> Vec<u8> {
         last_node_id: state.last_node_id,
         ledger: Some(smg_admission::wire::ledger_to_pb(&state.ledger)),
         audit: state.audit.iter().map(|record| audit_to_pb(record)).collect(),
+        departed: state.departures.names.iter().map(departure_to_pb).collect(),
+        departed_since: Some(state.departures.since),
     }
     .encode_to_vec()
 }
@@ -367,6 +388,11 @@ pub fn decode_state(bytes: &[u8]) -> Result<State, WireError> {
         settings: settings_from_pb(message.settings),
         settings_revision: message.settings_revision,
         last_node_id: message.last_node_id,
+        departures: Departures {
+            // A state that was written before names were kept knows none.
+            since: message.departed_since.unwrap_or(message.revision),
+            names: message.departed.into_iter().map(departure_from_pb).collect::<Result<_, _>>()?,
+        },
         ledger: Arc::new(smg_admission::wire::ledger_from_pb(message.ledger.unwrap_or_default()).map_err(ledger)?),
         ..State::default()
     };

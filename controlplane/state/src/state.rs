@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use crate::audit::AuditTrail;
 use crate::command::{CommandId, Outcome};
+use crate::departures::Departures;
 use crate::members::{Member, NodeId};
 use crate::memory::CommandMemory;
 
@@ -31,6 +32,7 @@ pub struct State {
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) memory: CommandMemory,
     pub(crate) audit: AuditTrail,
+    pub(crate) departures: Departures,
 }
 
 impl State {

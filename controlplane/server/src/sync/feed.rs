@@ -1,15 +1,17 @@
 //! What all subscribers share: the newest snapshot, and which objects changed since earlier ones.
 //!
 //! The ring keeps the *names* of changed objects, not old snapshots: a delta from a remembered revision is the union of the names since then
-//! with their newest values. An object named without need is sent without harm. A revision between two published ones is not remembered:
-//! an object that came and went between them is named nowhere, so a gateway that has it gets everything instead.
+//! with their newest values. A revision between two published ones is not remembered, nor is one from before this process: that of a
+//! subscriber which followed another member. For these the whole state is looked through: each object says when it was changed last, and the
+//! state names what is gone ([`smg_state::departures`]). Only where that is too long ago does a subscriber get everything.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use smg_fleet::{Delta, Revision, Snapshot, WorkerId, wire};
+use smg_fleet::{Delta, PolicyRecord, Revision, Snapshot, Worker, WorkerId, wire};
+use smg_state::{Departed, Departures, State};
 use smg_store::ClusterStore;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
@@ -82,23 +84,14 @@ impl Ring {
             workers.extend(step.workers.iter().copied());
             policies.extend(step.policies.iter().cloned());
         }
-        let (upserted_workers, removed_workers) = split(workers, &snapshot.workers);
-        let (upserted_policies, removed_policies) = split(policies, &snapshot.policies);
-        Some(Delta {
-            history_id,
-            from_revision: revision,
-            to_revision: snapshot.revision,
-            upserted_workers,
-            removed_workers,
-            upserted_policies,
-            removed_policies,
-            tokens: snapshot.tokens.values().cloned().collect(),
-            result_checksum: latest.checksum,
-        })
+        Some(latest.delta(revision, split(workers, &snapshot.workers), split(policies, &snapshot.policies)))
     }
 }
 
-fn split<K: Ord, V>(names: BTreeSet<K>, objects: &BTreeMap<K, Arc<V>>) -> (Vec<Arc<V>>, Vec<K>) {
+/// Objects that are new or changed, and names of those that are gone.
+type Changes<V, K> = (Vec<Arc<V>>, Vec<K>);
+
+fn split<K: Ord, V>(names: BTreeSet<K>, objects: &BTreeMap<K, Arc<V>>) -> Changes<V, K> {
     let (mut present, mut gone) = (Vec::new(), Vec::new());
     for name in names {
         match objects.get(&name) {
@@ -120,14 +113,60 @@ pub struct Published {
     pub checksum: u32,
     /// When this node saw it first.
     pub at: Instant,
+    /// What was gone by then.
+    departures: Departures,
 }
 
 impl Published {
-    /// Encodes `snapshot`.
-    pub fn new(snapshot: Snapshot) -> Self {
+    /// Encodes what gateways receive of `state`.
+    pub fn new(state: &State) -> Self {
+        Self::of(state.snapshot(), state.departures().clone())
+    }
+
+    fn of(snapshot: Snapshot, departures: Departures) -> Self {
         let bytes = Bytes::from(wire::encode_snapshot(&snapshot));
         let checksum = wire::checksum(&bytes);
-        Self { snapshot, bytes, checksum, at: Instant::now() }
+        Self { snapshot, bytes, checksum, at: Instant::now(), departures }
+    }
+
+    /// The delta from any revision of the same history since which it is known what is gone.
+    fn since(&self, history_id: Uuid, revision: Revision) -> Option<Delta> {
+        let snapshot = &self.snapshot;
+        if history_id != snapshot.history_id || revision > snapshot.revision {
+            return None;
+        }
+        let (mut gone_workers, mut gone_policies) = (Vec::new(), Vec::new());
+        for departed in self.departures.after(revision)? {
+            match departed {
+                Departed::Worker(id) if !snapshot.workers.contains_key(id) => gone_workers.push(*id),
+                Departed::Policy(model) if !snapshot.policies.contains_key(model) => gone_policies.push(model.clone()),
+                // It is back.
+                Departed::Worker(_) | Departed::Policy(_) => {}
+            }
+        }
+        let workers = snapshot.workers.values().filter(|worker| worker.mod_revision > revision).cloned().collect();
+        let policies = snapshot.policies.values().filter(|record| record.mod_revision > revision).cloned().collect();
+        Some(self.delta(revision, (workers, gone_workers), (policies, gone_policies)))
+    }
+
+    fn delta(
+        &self,
+        from: Revision,
+        workers: Changes<Worker, WorkerId>,
+        policies: Changes<PolicyRecord, String>,
+    ) -> Delta {
+        let snapshot = &self.snapshot;
+        Delta {
+            history_id: snapshot.history_id,
+            from_revision: from,
+            to_revision: snapshot.revision,
+            upserted_workers: workers.0,
+            removed_workers: workers.1,
+            upserted_policies: policies.0,
+            removed_policies: policies.1,
+            tokens: snapshot.tokens.values().cloned().collect(),
+            result_checksum: self.checksum,
+        }
     }
 }
 
@@ -139,11 +178,14 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// A feed that starts at `snapshot`.
-    pub fn new(snapshot: Snapshot) -> Self {
-        let ring = Ring { history_id: snapshot.history_id, ..Ring::default() };
-        let latest = watch::Sender::new(Arc::new(Published::new(snapshot)));
-        Self { latest, ring: parking_lot::Mutex::new(ring) }
+    /// A feed that starts at a state.
+    pub fn new(state: &State) -> Self {
+        Self::starting(Published::new(state))
+    }
+
+    pub(super) fn starting(published: Published) -> Self {
+        let ring = Ring { history_id: published.snapshot.history_id, ..Ring::default() };
+        Self { latest: watch::Sender::new(Arc::new(published)), ring: parking_lot::Mutex::new(ring) }
     }
 
     /// Announces each newly published snapshot.
@@ -151,9 +193,10 @@ impl Feed {
         self.latest.subscribe()
     }
 
-    /// The delta from `revision` of `history_id` to `latest`, when it is remembered.
+    /// The delta from `revision` of `history_id` to `latest`, unless that revision is too long ago, of another history, or yet to come.
     pub fn delta(&self, history_id: Uuid, revision: Revision, latest: &Published) -> Option<Delta> {
-        self.ring.lock().delta(history_id, revision, latest)
+        let remembered = self.ring.lock().delta(history_id, revision, latest);
+        remembered.or_else(|| latest.since(history_id, revision))
     }
 
     /// Publishes `published`, when it is newer or of another history.
@@ -176,7 +219,7 @@ impl Feed {
             changes.borrow_and_update();
             let started = Instant::now();
             let state = store.local();
-            let encoded = tokio::task::spawn_blocking(move || Published::new(state.snapshot())).await;
+            let encoded = tokio::task::spawn_blocking(move || Published::new(&state)).await;
             match encoded {
                 Ok(published) => self.publish(Published { at: started, ..published }),
                 Err(error) => tracing::error!(target: "smg", %error, "a snapshot could not be encoded"),
@@ -199,9 +242,18 @@ impl Feed {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use proptest::prelude::*;
-    use smg_fleet::{Health, Intent, Origin, Worker, WorkerSpec, WorkerType};
+    use smg_fleet::{Health, Intent, Origin, PolicyDocument, WorkerSpec, WorkerType};
+    use smg_state::{Command, Envelope};
 
     use super::*;
+
+    impl Published {
+        /// A snapshot of which nobody knows what is gone.
+        pub(in crate::sync) fn forgetful(snapshot: Snapshot) -> Self {
+            let departures = Departures::none_since(snapshot.revision);
+            Self::of(snapshot, departures)
+        }
+    }
 
     fn snapshot(revision: Revision, workers: &BTreeMap<u8, u32>) -> Snapshot {
         let worker = |(n, priority): (&u8, &u32)| {
@@ -238,11 +290,11 @@ mod tests {
                 }
                 snapshots.push(snapshot(2 + revision as u64, &workers));
             }
-            let feed = Feed::new(snapshots[0].clone());
+            let feed = Feed::starting(Published::forgetful(snapshots[0].clone()));
             let mut published = vec![0];
             for step in steps {
                 let at = (published[published.len() - 1] + step).min(snapshots.len() - 1);
-                feed.publish(Published::new(snapshots[at].clone()));
+                feed.publish(Published::forgetful(snapshots[at].clone()));
                 published.push(at);
             }
             let latest = Arc::clone(&feed.latest.borrow());
@@ -256,21 +308,70 @@ mod tests {
         }
     }
 
+    /// One of a few commands that add, change and take away.
+    fn command(kind: u8, n: u8) -> Command {
+        let (id, model) = (WorkerId(Uuid::from_u128(u128::from(n))), format!("m{n}"));
+        match kind {
+            0 => {
+                let spec = Box::new(WorkerSpec::new(format!("http://h:{}", 1 + u16::from(n)), WorkerType::Decode));
+                Command::CreateWorker { id, spec, origin: Origin::Api }
+            }
+            1 => Command::SetIntent { id, intent: Intent::Cordoned },
+            2 => Command::RemoveWorker { id },
+            3 => Command::PutPolicy { model, document: Box::new(PolicyDocument::default()) },
+            _ => Command::DeletePolicy { model },
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_subscriber_of_another_member_is_told_what_it_lacks_and_nothing_else(
+            commands in proptest::collection::vec((0u8..5, 0u8..4), 1..60),
+            quiet in proptest::collection::vec(any::<bool>(), 60),
+        ) {
+            let mut state = State::default();
+            let named = Command::InitCluster { cluster_id: Uuid::from_u128(1), history_id: Uuid::from_u128(2) };
+            let commands = std::iter::once(named).chain(commands.into_iter().map(|(kind, n)| command(kind, n)));
+            let mut all = Vec::new();
+            // This member publishes some of the revisions, and began with one in the middle.
+            let mut feed = None;
+            for (n, (command, quiet)) in commands.zip(std::iter::once(false).chain(quiet)).enumerate() {
+                let command_id = Uuid::from_u128(100 + n as u128);
+                let (actor, expected_revision) = ("test".to_owned(), None);
+                state.apply(&Envelope { command_id, actor, proposed_at_unix_ms: 1, expected_revision, command });
+                all.push(state.snapshot());
+                match &feed {
+                    None if n >= 10 => feed = Some(Feed::new(&state)),
+                    Some(feed) if !quiet => feed.publish(Published::new(&state)),
+                    _ => {}
+                }
+            }
+            let feed = feed.unwrap_or_else(|| Feed::new(&state));
+            let latest = Arc::clone(&feed.latest.borrow());
+            for have in all.iter().filter(|have| have.revision <= latest.snapshot.revision) {
+                let delta = feed.delta(have.history_id, have.revision, &latest).unwrap();
+                prop_assert_eq!(&have.apply(&delta).unwrap(), &latest.snapshot);
+                prop_assert!(delta.upserted_workers.iter().all(|worker| worker.mod_revision > have.revision));
+                prop_assert!(delta.upserted_policies.iter().all(|record| record.mod_revision > have.revision));
+            }
+        }
+    }
+
     #[test]
-    fn what_the_ring_does_not_hold_has_no_delta() {
-        let feed = Feed::new(snapshot(5, &BTreeMap::new()));
+    fn what_neither_the_ring_nor_the_state_knows_has_no_delta() {
+        let feed = Feed::starting(Published::forgetful(snapshot(5, &BTreeMap::new())));
         let latest = || Arc::clone(&feed.latest.borrow());
         assert!(feed.delta(Uuid::nil(), 4, &latest()).is_none(), "before the ring");
         assert!(feed.delta(Uuid::nil(), 6, &latest()).is_none(), "yet to come");
         assert!(feed.delta(Uuid::from_u128(1), 5, &latest()).is_none(), "another history");
         assert!(feed.delta(Uuid::nil(), 5, &latest()).is_some());
         for revision in 6..=(7 + MAX_STEPS as u64) {
-            feed.publish(Published::new(snapshot(revision, &[(1, revision as u32)].into())));
+            feed.publish(Published::forgetful(snapshot(revision, &[(1, revision as u32)].into())));
         }
         assert!(feed.delta(Uuid::nil(), 5, &latest()).is_none(), "the ring is bounded");
         assert!(feed.delta(Uuid::nil(), 7, &latest()).is_some());
         let restored = Snapshot { history_id: Uuid::from_u128(1), ..snapshot(2, &BTreeMap::new()) };
-        feed.publish(Published::new(restored));
+        feed.publish(Published::forgetful(restored));
         assert!(feed.delta(Uuid::nil(), 7, &latest()).is_none(), "a restore starts anew");
         assert!(feed.delta(Uuid::from_u128(1), 2, &latest()).is_some());
     }

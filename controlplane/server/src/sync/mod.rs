@@ -112,7 +112,7 @@ impl SyncService {
         shutdown: CancellationToken,
         timing: Timing,
     ) -> (Self, impl Future<Output = ()> + Send + use<>) {
-        let feed = Arc::new(Feed::new(store.local().snapshot()));
+        let feed = Arc::new(Feed::new(&store.local()));
         let publisher = Arc::clone(&feed).follow(Arc::clone(&store), timing.window, shutdown.clone());
         let shared = Shared {
             store,

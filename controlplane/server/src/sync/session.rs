@@ -212,8 +212,8 @@ mod tests {
 
     fn feed(revisions: impl IntoIterator<Item = Revision>) -> Feed {
         let mut revisions = revisions.into_iter();
-        let feed = Feed::new(snapshot(revisions.next().unwrap()));
-        revisions.for_each(|revision| feed.publish(Published::new(snapshot(revision))));
+        let feed = Feed::starting(Published::forgetful(snapshot(revisions.next().unwrap())));
+        revisions.for_each(|revision| feed.publish(Published::forgetful(snapshot(revision))));
         feed
     }
 
@@ -239,8 +239,8 @@ mod tests {
         let (feed, now) = (feed([3]), Instant::now());
         let mut session = Session::new(PAUSES, None);
         assert!(is_full(&step(&mut session, &feed, now)));
-        feed.publish(Published::new(snapshot(4)));
-        feed.publish(Published::new(snapshot(5)));
+        feed.publish(Published::forgetful(snapshot(4)));
+        feed.publish(Published::forgetful(snapshot(5)));
         assert!(matches!(step(&mut session, &feed, now), Step::Wait), "one message at a time");
         assert_eq!(session.ack(1, now), Some((3, None)));
         assert_eq!(delta_of(step(&mut session, &feed, now)), (2, 3, 5));
@@ -269,7 +269,7 @@ mod tests {
         let feed = feed([3]);
         let mut session = Session::new(PAUSES, Some((Uuid::from_u128(1), 4)));
         assert!(matches!(step(&mut session, &feed, Instant::now()), Step::Wait));
-        feed.publish(Published::new(snapshot(4)));
+        feed.publish(Published::forgetful(snapshot(4)));
         assert!(matches!(step(&mut session, &feed, Instant::now()), Step::Send(_)));
     }
 
@@ -279,14 +279,14 @@ mod tests {
         let mut session = Session::new(PAUSES, Some((Uuid::from_u128(1), 3)));
         step(&mut session, &feed, now);
         session.ack(1, now);
-        feed.publish(Published::new(snapshot(4)));
+        feed.publish(Published::forgetful(snapshot(4)));
         step(&mut session, &feed, now);
         assert_eq!(session.nack(2, now), Some(4));
         match step(&mut session, &feed, now) {
             Step::WaitUntil(at) => assert_eq!(at, now + PAUSES.refused),
             other => panic!("{other:?}"),
         }
-        feed.publish(Published::new(snapshot(5)));
+        feed.publish(Published::forgetful(snapshot(5)));
         assert_eq!(delta_of(step(&mut session, &feed, now)), (3, 3, 5));
         session.nack(3, now);
         assert_eq!(delta_of(step(&mut session, &feed, now + PAUSES.refused)), (4, 3, 5));
@@ -322,7 +322,7 @@ mod tests {
             let record = PolicyRecord { model: model.clone(), ..PolicyRecord::clone(&large.policies[""]) };
             large.policies.insert(model, record.into());
         }
-        let feed = Feed::new(large.clone());
+        let feed = Feed::starting(Published::forgetful(large.clone()));
         let Step::Send(messages) = step(&mut Session::new(PAUSES, None), &feed, Instant::now()) else { panic!() };
         let Outgoing::Parts { rest: Some(rest), .. } = &messages else { panic!("{messages:?}") };
         let published = feed.subscribe().borrow().bytes.clone();

@@ -187,7 +187,7 @@ pub(super) fn start(world: &Arc<World>, node: NodeId) {
         let peers = Peers { world: Arc::clone(&world), identity };
         let raft = Node::new(node, config, peers, log, observed).await;
         let raft = raft.unwrap_or_else(|error| panic!("member {node} does not start: {error}"));
-        let feed = Arc::new(Feed::new(published.state.load().snapshot()));
+        let feed = Arc::new(Feed::new(&published.state.load()));
         let member = Arc::new(Member { owner, identity, raft: raft.clone(), published, feed, options });
         world.places.lock().get_mut(&node).unwrap().running = Some(Arc::clone(&member));
         world.note(format_args!("member {node} runs as {owner}"));
@@ -261,7 +261,7 @@ async fn publish(member: Arc<Member>) {
         let state = member.state();
         let known = member.feed.subscribe().borrow().snapshot.revision;
         if state.revision() != known {
-            member.feed.publish(PublishedSnapshot::new(state.snapshot()));
+            member.feed.publish(PublishedSnapshot::new(&state));
         }
         Sim::sleep(Duration::from_millis(25)).await;
     }

@@ -32,6 +32,12 @@ impl Place {
         Self { own: own.to_owned(), advertised: Some(advertised.to_owned()), ..Self::new() }
     }
 
+    /// The same addresses, and an empty directory.
+    pub fn emptied(&self) -> Self {
+        let (own, advertised) = (self.own.clone(), self.advertised.clone());
+        Self { directory: tempfile::tempdir().unwrap(), own, advertised, ..*self }
+    }
+
     /// Its port for the admin API and gateways.
     pub fn port(&self) -> u16 {
         self.port

@@ -6,6 +6,9 @@
 //!
 //! A callee may be behind: a caller whose number it cannot know yet is let in, because numbers only grow. One that it should know and does
 //! not, or knows under another disk, is refused.
+//!
+//! A cluster that was restored from a backup keeps its id and gets another history. Members of the time before may still run, and call at
+//! the addresses they know; each side says its history, so that both logs name the cause.
 
 use http::HeaderMap;
 use smg_state::{NodeId, State};
@@ -21,6 +24,7 @@ use super::types::Membership;
 /// The version of what members say to each other.
 pub(crate) const PROTOCOL: u32 = 1;
 const IDENTITY: &str = "smg-peer";
+const HISTORY: &str = "smg-peer-history";
 const REFUSAL: &str = "smg-refusal";
 const RETIRED: &str = "retired";
 
@@ -34,6 +38,8 @@ pub(crate) struct Call {
     pub to: NodeId,
     /// Nil = the caller does not know it.
     pub to_storage: Uuid,
+    /// Of the caller's state; nil = it has none yet, or does not say.
+    pub history_id: Uuid,
 }
 
 /// Why a call is refused.
@@ -56,6 +62,27 @@ pub(crate) enum Refused {
     Stranger(NodeId),
     #[error("member {0} was removed from the cluster for good")]
     Retired(NodeId),
+    #[error(
+        "member {from} is of the time before this cluster was restored from a backup (its history is {theirs}, that of the \
+             cluster is {ours} now): stop it for good and empty its directory"
+    )]
+    Past { from: NodeId, theirs: Uuid, ours: Uuid },
+    #[error(
+        "member {from} is of history {theirs} of this cluster and this member of {ours}: the cluster was restored from a \
+             backup in between. Stop the members of the older history for good and empty their directories"
+    )]
+    History { from: NodeId, theirs: Uuid, ours: Uuid },
+}
+
+/// Whether a member of this history may take part where `state` is applied. Nil says nothing.
+pub(crate) fn same_history(from: NodeId, storage: Uuid, theirs: Uuid, state: &State) -> Result<(), Refused> {
+    let ours = state.history_id();
+    if theirs.is_nil() || ours.is_nil() || theirs == ours {
+        return Ok(());
+    }
+    // A restore retires all members that there were.
+    let past = state.member(from).is_some_and(|member| member.retired && member.storage_id == storage);
+    Err(if past { Refused::Past { from, theirs, ours } } else { Refused::History { from, theirs, ours } })
 }
 
 impl Call {
@@ -68,15 +95,24 @@ impl Call {
             from_storage: me.storage_id,
             to,
             to_storage,
+            history_id: Uuid::nil(),
         }
+    }
+
+    /// The same call of a member whose state is of this history.
+    pub fn of(self, history_id: Uuid) -> Self {
+        Self { history_id, ..self }
     }
 
     /// Names both sides in the head of a request.
     pub fn sign(&self, metadata: &mut MetadataMap) {
-        let Self { protocol, cluster_id, from, from_storage, to, to_storage } = self;
+        let Self { protocol, cluster_id, from, from_storage, to, to_storage, history_id } = self;
         let text = format!("{protocol} {cluster_id} {from} {from_storage} {to} {to_storage}");
         if let Ok(value) = MetadataValue::try_from(text) {
             metadata.insert(IDENTITY, value);
+        }
+        if let Ok(value) = MetadataValue::try_from(history_id.to_string()) {
+            metadata.insert(HISTORY, value);
         }
     }
 
@@ -89,13 +125,16 @@ impl Call {
         if protocol != PROTOCOL {
             return Err(Refused::Protocol(protocol));
         }
+        let history = metadata.get(HISTORY).and_then(|value| value.to_str().ok()?.parse().ok());
+        let history_id = history.unwrap_or_default();
         let parsed = (|| {
             let cluster_id = words.next()?.parse().ok()?;
             let from = words.next()?.parse().ok()?;
             let from_storage = words.next()?.parse().ok()?;
             let to = words.next()?.parse().ok()?;
             let to_storage = words.next()?.parse().ok()?;
-            words.next().is_none().then_some(Self { protocol, cluster_id, from, from_storage, to, to_storage })
+            let whole = words.next().is_none();
+            whole.then_some(Self { protocol, cluster_id, from, from_storage, to, to_storage, history_id })
         })();
         parsed.ok_or(Refused::Nameless)
     }
@@ -105,6 +144,7 @@ impl Call {
         if self.cluster_id != me.cluster_id {
             return Err(Refused::Cluster { theirs: self.cluster_id, ours: me.cluster_id });
         }
+        same_history(self.from, self.from_storage, self.history_id, state)?;
         if planted(Mutant::AnyDisk) {
             return Ok(());
         }
@@ -172,6 +212,7 @@ mod tests {
     use crate::raft::types::Peer;
 
     const CLUSTER: Uuid = Uuid::from_u128(7);
+    const HISTORY_ID: Uuid = Uuid::from_u128(8);
 
     fn disk(n: u64) -> Uuid {
         Uuid::from_u128(100 + u128::from(n))
@@ -189,6 +230,7 @@ mod tests {
                 Envelope { command_id, actor: "t".into(), proposed_at_unix_ms: 0, expected_revision: None, command };
             state.apply(&envelope).accepted().unwrap();
         };
+        apply(2_000, Command::InitCluster { cluster_id: CLUSTER, history_id: HISTORY_ID });
         for n in 1..=members {
             let (peer_address, api_address) = (format!("h:{n}"), String::new());
             apply(n, Command::RegisterMember { node_id: Some(n), storage_id: disk(n), peer_address, api_address });
@@ -210,6 +252,8 @@ mod tests {
         assert_eq!(Call::read(&metadata), Err(Refused::Nameless));
         call.sign(&mut metadata);
         assert_eq!(Call::read(&metadata), Ok(call));
+        call.of(HISTORY_ID).sign(&mut metadata);
+        assert_eq!(Call::read(&metadata), Ok(call.of(HISTORY_ID)));
         for (text, refused) in [("2 x", Refused::Protocol(2)), ("1 x", Refused::Nameless), ("", Refused::Nameless)] {
             metadata.insert(IDENTITY, text.parse().unwrap());
             assert_eq!(Call::read(&metadata), Err(refused), "{text}");
@@ -232,6 +276,32 @@ mod tests {
         assert_eq!(refusal(&refused), Some(Refusal::Retired));
         assert_eq!(refusal(&Refused::Stranger(9).status()), Some(Refusal::Identity));
         assert_eq!(refusal(&Status::unavailable("no")), None);
+    }
+
+    #[test]
+    fn members_of_another_history_are_told_which_is_the_older_one() {
+        let old = state(3, &[]);
+        let (new_history, new_disk) = (Uuid::from_u128(9), disk(4));
+        let new = old.clone().begin_anew(new_history, new_disk, "h:1".into());
+        // An old member looks for another one, at whose address the new one is.
+        let call = Call::new(&me(2), 1, disk(1)).of(HISTORY_ID);
+        let refused = call.admit(&me(4), &membership(&[4]), &new).unwrap_err();
+        assert_eq!(refused, Refused::Past { from: 2, theirs: HISTORY_ID, ours: new_history });
+        assert_eq!(
+            refusal(&refused.status()),
+            Some(Refusal::Identity),
+            "it may be the other way round: it does not end by that"
+        );
+        // The new one calls where an old one is.
+        let call = Call::new(&me(4), 2, disk(2)).of(new_history);
+        let refused = call.admit(&me(2), &membership(&[1, 2, 3]), &old);
+        assert_eq!(refused, Err(Refused::History { from: 4, theirs: new_history, ours: HISTORY_ID }));
+        // Who has no state yet has no history.
+        let call = Call::new(&me(1), 2, disk(2));
+        assert_eq!(call.admit(&me(2), &membership(&[1, 2, 3]), &old), Ok(()));
+        assert_eq!(call.of(HISTORY_ID).admit(&me(2), &membership(&[1, 2, 3]), &old), Ok(()));
+        let nothing = State::default();
+        assert_eq!(call.of(HISTORY_ID).admit(&me(2), &membership(&[1, 2, 3]), &nothing), Ok(()));
     }
 
     #[test]

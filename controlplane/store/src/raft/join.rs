@@ -38,15 +38,24 @@ impl Addresses {
         Self { peer: options.address.clone(), api: options.api_address.clone() }
     }
 
-    /// A request for a place at these addresses. `me` = who asks has one already, and has moved.
-    pub fn request(&self, storage_id: Uuid, me: Option<&NodeIdentity>) -> pb::JoinRequest {
+    /// A request for a place at these addresses.
+    pub fn request(&self, storage_id: Uuid) -> pb::JoinRequest {
         pb::JoinRequest {
             protocol: PROTOCOL,
             storage_id: storage_id.as_bytes().to_vec(),
             peer_address: self.peer.clone(),
             api_address: self.api.clone(),
-            cluster_id: me.map(|me| me.cluster_id.as_bytes().to_vec()).unwrap_or_default(),
-            node_id: me.map(|me| me.node_id),
+            ..pb::JoinRequest::default()
+        }
+    }
+
+    /// As [`Self::request`], of a member that has a place already, in this history, and has moved.
+    pub fn moved(&self, me: &NodeIdentity, history_id: Uuid) -> pb::JoinRequest {
+        pb::JoinRequest {
+            cluster_id: me.cluster_id.as_bytes().to_vec(),
+            node_id: Some(me.node_id),
+            history_id: history_id.as_bytes().to_vec(),
+            ..self.request(me.storage_id)
         }
     }
 }
@@ -113,7 +122,7 @@ pub(crate) async fn enter(options: &RaftOptions) -> Result<(), OpenError> {
         tokio::task::spawn_blocking(move || dir::prepare_joining(&path)).await.map_err(blocking)??
     };
     let Some((storage_id, lock)) = prepared else { return Ok(()) };
-    let (request, way) = (Addresses::of(options).request(storage_id, None), Way::of(options));
+    let (request, way) = (Addresses::of(options).request(storage_id), Way::of(options));
     let mut told = None;
     let (cluster_id, node_id) = loop {
         match ask(&options.join, &way, &request).await {

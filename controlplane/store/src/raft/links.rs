@@ -24,6 +24,7 @@ use uuid::Uuid;
 use super::identity::{Call, Refusal, refusal};
 use super::options::{NodeIdentity, RaftOptions};
 use crate::call::{CallError, describe};
+use crate::published::Published;
 
 /// Largest message of a member, in bytes.
 pub(crate) const MAX_MESSAGE: usize = 32 << 20;
@@ -72,6 +73,7 @@ impl Way {
 #[derive(Debug)]
 pub(crate) struct Links {
     me: NodeIdentity,
+    published: Arc<Published>,
     way: Way,
     links: Mutex<BTreeMap<NodeId, Arc<Link>>>,
     /// Turns true when a member says that this one is none any more.
@@ -82,6 +84,7 @@ pub(crate) struct Links {
 #[derive(Debug)]
 pub(crate) struct Link {
     call: Call,
+    published: Arc<Published>,
     address: String,
     channel: Channel,
     bulk: Channel,
@@ -102,8 +105,9 @@ pub(crate) fn classify(status: &Status) -> CallError {
 }
 
 impl Links {
-    pub fn new(me: NodeIdentity, way: Way) -> Self {
-        Self { me, way, links: Mutex::default(), retired: watch::Sender::new(false) }
+    /// Those of `me`, whose state is the published one.
+    pub fn new(me: NodeIdentity, published: Arc<Published>, way: Way) -> Self {
+        Self { me, published, way, links: Mutex::default(), retired: watch::Sender::new(false) }
     }
 
     /// How members are called.
@@ -125,6 +129,7 @@ impl Links {
         }
         let link = Arc::new(Link {
             call,
+            published: Arc::clone(&self.published),
             address: address.to_owned(),
             channel: self.way.channel(address)?,
             bulk: self.way.channel(address)?,
@@ -160,7 +165,7 @@ impl Link {
     /// A request that names both sides.
     pub fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
-        self.call.sign(request.metadata_mut());
+        self.call.of(self.published.state.load().history_id()).sign(request.metadata_mut());
         request
     }
 

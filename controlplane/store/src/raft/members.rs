@@ -338,6 +338,7 @@ pub(crate) async fn tend(store: Weak<RaftStore>) {
 
 /// Tells the cluster this member's addresses, until they are in the registry.
 pub(crate) async fn announce(store: Weak<RaftStore>, addresses: super::join::Addresses, join: Vec<String>) {
+    let mut complaint = None;
     loop {
         let Some(store) = store.upgrade() else { return };
         if store.check().is_err() {
@@ -365,9 +366,13 @@ pub(crate) async fn announce(store: Weak<RaftStore>, addresses: super::join::Add
                 let known = store.membership();
                 let known = known.nodes().filter(|(id, _)| **id != me.node_id).map(|(_, peer)| peer.address.clone());
                 let asked: Vec<String> = join.iter().cloned().chain(known).collect();
-                let request = addresses.request(me.storage_id, Some(&me));
+                let request = addresses.moved(&me, store.published.state.load().history_id());
                 if let Err(error) = super::join::ask(&asked, store.links.way(), &request).await {
-                    tracing::warn!(target: "smg", %error, "the cluster does not know this member's address yet");
+                    let reason = error.to_string();
+                    if complaint.as_ref() != Some(&reason) {
+                        tracing::warn!(target: "smg", reason, "the cluster does not know this member's address yet");
+                        complaint = Some(reason);
+                    }
                 }
             }
         }

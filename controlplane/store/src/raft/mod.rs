@@ -162,7 +162,7 @@ impl RaftStore {
             Ok(config) => Arc::new(config),
             Err(error) => return Err(OpenError::Start(error.to_string())),
         };
-        let links = Arc::new(Links::new(identity, Way::of(&options)));
+        let links = Arc::new(Links::new(identity, Arc::clone(&published), Way::of(&options)));
         let peers = network::Peers::new(identity.node_id, Arc::clone(&links));
         let raft = match RaftNode::new(identity.node_id, config, peers, log, machine).await {
             Ok(raft) => raft,

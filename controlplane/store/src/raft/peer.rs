@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::RaftStore;
 use super::convert;
-use super::identity::{Call, PROTOCOL, Refused};
+use super::identity::{Call, PROTOCOL, Refused, same_history};
 use super::links::MAX_MESSAGE;
 use super::parts::Assembly;
 use super::propose::{Local, LocalRead};
@@ -214,6 +214,9 @@ impl Peer for PeerService {
         }
         let storage_id = Uuid::from_slice(&request.storage_id)
             .map_err(|_| Status::invalid_argument("storage_id must be a UUID of 16 bytes"))?;
+        let history_id = Uuid::from_slice(&request.history_id).unwrap_or_default();
+        same_history(request.node_id.unwrap_or_default(), storage_id, history_id, &self.store.local())
+            .map_err(|refused| self.refuse(&refused))?;
         let envelope = Envelope {
             command_id: Uuid::new_v4(),
             actor: format!("member at {}", request.peer_address),

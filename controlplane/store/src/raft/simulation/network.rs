@@ -98,7 +98,8 @@ pub(super) async fn call(
         let metrics = member.metrics();
         metrics.membership_config.membership().get_node(&to).map(|peer| peer.storage_id)
     });
-    let call = Call::new(me, to, storage.unwrap_or_default());
+    let history = world.running(me.node_id).map(|member| member.state().history_id());
+    let call = Call::new(me, to, storage.unwrap_or_default()).of(history.unwrap_or_default());
     let cut = world.is_cut(call.from, to);
     if !cut && world.running(to).is_none() {
         Sim::sleep(Duration::from_millis(1)).await;

@@ -49,9 +49,10 @@ async fn a_member_without_a_quorum_opens_and_answers_that_it_does_not_lead() {
     let directory = fast_directory();
     let options = options(directory.path());
     let Files { log, writer, snapshots, shared, identity } = Files::open(&options).unwrap();
-    let peers = network::Peers::new(1, Arc::new(Links::new(identity, links::Way::default())));
-    let config = Arc::new(options.config().validate().unwrap());
     let machine = Machine::new(snapshots, Arc::clone(&shared.failure));
+    let links = Links::new(identity, machine.published(), links::Way::default());
+    let peers = network::Peers::new(1, Arc::new(links));
+    let config = Arc::new(options.config().validate().unwrap());
     let raft = RaftNode::new(identity.node_id, config, peers, log, machine).await.unwrap();
     let members = BTreeMap::from([
         (1, Peer { address: "127.0.0.1:1".into(), ..Peer::default() }),

@@ -387,6 +387,13 @@ async fn a_certificate_opens_what_its_role_says_and_nothing_else() {
         let (status, body) = call(&place, &roots, certificate, secret, method, path).await;
         assert_eq!(status, expected, "{certificate:?} {secret:?} {method}: {body}");
     }
+    // Whoever comes with the certificate of another part is told so, and what is needed.
+    for (certificate, whose) in [(&gateway, "that of a gateway"), (member_certificate, "that of a member")] {
+        let said = smg(&["workers", "list", "--controlplane", &place.address(), "--tls-dir", text(certificate)]);
+        let words = String::from_utf8_lossy(&said.stderr);
+        assert_eq!(said.status.code(), Some(77), "{said:?}");
+        assert!([whose, "the role admin", "--role admin", "Bearer"].iter().all(|word| words.contains(word)), "{words}");
+    }
     let (_, known) = call(&place, &roots, Some(&admin), None, "GET", "/fleet/whoami").await;
     assert_eq!(known, json!({"name": "root", "role": "admin"}));
     for (certificate, expected) in [(None, 401), (Some(gateway.as_path()), 200)] {

@@ -190,6 +190,12 @@ pub enum Denied {
     /// The secret presented is not known.
     #[error("the token is not valid")]
     Unknown,
+    /// No secret was presented, and the certificate of the connection is no admin's: whose it is.
+    #[error(
+        "the certificate presented is {0}: this needs one with the role admin (`smg cluster ca issue --role admin`), or a \
+         token (`Authorization: Bearer <token>`)"
+    )]
+    Certificate(&'static str),
     /// The token's role does not reach.
     #[error("the token's role is {}, this needs {}", .have.as_str(), .need.as_str())]
     Role {

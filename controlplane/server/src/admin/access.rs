@@ -92,18 +92,31 @@ pub(super) fn identify(service: &Service, secret: Option<&str>, caller: Option<&
     let named = startup_tokens.iter().map(|token| (&token.name, token.role, &token.hash));
     let tokens: Vec<_> = stored.chain(named).collect();
     if !tokens.is_empty() {
-        let secret = secret.ok_or(Denied::Missing)?;
+        let secret = secret.ok_or_else(|| unproven(caller))?;
         let (name, role, _) = access::find(secret, tokens.iter(), |(_, _, hash)| *hash).ok_or(Denied::Unknown)?;
         return Ok(Identity { by: Proof::Token((*name).clone()), role: *role });
     }
     if caller.is_some() {
-        return Err(if secret.is_some() { Denied::Unknown } else { Denied::Missing });
+        return Err(if secret.is_some() { Denied::Unknown } else { unproven(caller) });
     }
     if let Some(key) = shared_key {
         let secret = secret.ok_or(Denied::Missing)?;
         access::find(secret, std::iter::once(key), |key| key).ok_or(Denied::Unknown)?;
     }
     Ok(Identity { by: Proof::None, role: Role::Admin })
+}
+
+/// Why a caller without a secret is nobody here.
+fn unproven(caller: Option<&Caller>) -> Denied {
+    match caller {
+        None | Some(Caller::Anonymous) => Denied::Missing,
+        Some(Caller::Stranger(_)) => Denied::Certificate("of no part of this cluster"),
+        Some(Caller::Part(identity)) => Denied::Certificate(match identity.part {
+            Part::Gateway => "that of a gateway",
+            Part::ControlPlane => "that of a member of the control plane",
+            Part::Admin => "that of an admin",
+        }),
+    }
 }
 
 /// Refuses whoever may not make a request, and says to handlers who may.
@@ -141,7 +154,7 @@ pub(super) async fn parts_only(request: Request, next: Next) -> Response {
 /// The challenge of a 401 (RFC 6750 section 3).
 pub(super) fn challenge(denied: Denied) -> Option<HeaderValue> {
     match denied {
-        Denied::Missing => Some(HeaderValue::from_static("Bearer realm=\"control-plane\"")),
+        Denied::Missing | Denied::Certificate(_) => Some(HeaderValue::from_static("Bearer realm=\"control-plane\"")),
         Denied::Unknown => Some(HeaderValue::from_static("Bearer realm=\"control-plane\", error=\"invalid_token\"")),
         Denied::Role { .. } => None,
     }

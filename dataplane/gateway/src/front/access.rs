@@ -69,7 +69,7 @@ pub(super) fn admit(keys: &Keys, headers: &mut HeaderMap) -> Result<(), Denied> 
 /// The refusal of an inference request, in the words of the documented system.
 pub(super) fn refuse_inference(denied: Denied) -> Response<Body> {
     let (message, challenge) = match denied {
-        Denied::Missing => {
+        Denied::Missing | Denied::Certificate(_) => {
             ("An API key is required: send `Authorization: Bearer <key>`", "Bearer realm=\"data-plane\"")
         }
         Denied::Unknown | Denied::Role { .. } => {
@@ -136,7 +136,9 @@ pub(super) async fn administration(State(front): State<Front>, request: Request,
 /// The refusal of an admin request, as the control plane words it.
 pub(super) fn refuse_administration(denied: Denied, outcome: Option<Outcome>) -> Response<Body> {
     let (status, code, challenge) = match denied {
-        Denied::Missing => (StatusCode::UNAUTHORIZED, "UNAUTHORIZED", Some("Bearer realm=\"control-plane\"")),
+        Denied::Missing | Denied::Certificate(_) => {
+            (StatusCode::UNAUTHORIZED, "UNAUTHORIZED", Some("Bearer realm=\"control-plane\""))
+        }
         Denied::Unknown => {
             (StatusCode::UNAUTHORIZED, "UNAUTHORIZED", Some("Bearer realm=\"control-plane\", error=\"invalid_token\""))
         }

@@ -12,6 +12,7 @@ use smg_telemetry::fleet::FleetGauges;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use uuid::Uuid;
 
 use crate::admission::lease::Lease;
 use crate::clock::Clock;
@@ -60,6 +61,8 @@ pub struct Core {
     pub request_prefix: String,
     /// How requests to workers say that they have come through here.
     pub hops: Hops,
+    /// Who this process is to the control plane, in its subscription and in its reports of slots alike.
+    pub process: watch::Sender<Uuid>,
     /// How many requests are served at once, if that is limited.
     pub admission: Option<Admission>,
     /// The way to the control plane.
@@ -107,6 +110,7 @@ impl Core {
             responses: Arc::default(),
             rooms: Arc::default(),
             hops: Hops::new(&process),
+            process: watch::Sender::new(Uuid::new_v4()),
             request_prefix: format!("{process}-"),
             admission,
             link: Arc::default(),

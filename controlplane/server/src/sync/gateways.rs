@@ -29,7 +29,7 @@ pub struct Refusal {
 pub struct GatewayRecord {
     /// The name it gave.
     pub gateway_id: String,
-    /// Its process: new after each start.
+    /// Its process, as in the slot ledger: new after each start, unless it goes on with the slots of the one before.
     pub process_id: String,
     /// Its version.
     pub version: String,

@@ -21,6 +21,7 @@ use smg_telemetry::SMG;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
+use crate::clock::since_boot;
 use crate::core::Core;
 use crate::sync::dial::Dial;
 use checkpoint::Checkpoints;
@@ -48,12 +49,18 @@ pub fn start(core: &Arc<Core>, dial: Dial) -> Option<Reporter> {
     let (leave, leaving) = oneshot::channel();
     let (said, left) = oneshot::channel();
     let core = Arc::clone(core);
+    let checkpoints = core.options.data_dir.clone().and_then(Checkpoints::open);
+    let before = checkpoints.as_ref().and_then(|kept| kept.load(&core.options.gateway_id));
+    let before = before.filter(|before| since_boot() < before.heard + before.leases[1]);
+    if let Some(before) = &before {
+        // To the control plane this is the process that it knows.
+        core.process.send_replace(Uuid::from_u128(before.process));
+    }
     let run = move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         match runtime {
             Ok(runtime) => runtime.block_on(async {
-                let checkpoints = core.options.data_dir.clone().and_then(Checkpoints::open);
-                session::run(&core, &dial, checkpoints, leaving).await;
+                session::run(&core, &dial, checkpoints, before, leaving).await;
             }),
             Err(error) => {
                 tracing::error!(target: SMG, %error, "no runtime for slot reports: windowed decode workers are not served")
@@ -69,5 +76,5 @@ pub fn start(core: &Arc<Core>, dial: Dial) -> Option<Reporter> {
 
 /// A process that was told nothing yet.
 fn nobody(core: &Core) -> Shares {
-    Shares::new(&core.options.gateway_id, Uuid::new_v4().as_u128(), Times::default(), false)
+    Shares::new(&core.options.gateway_id, core.process.borrow().as_u128(), Times::default(), false)
 }

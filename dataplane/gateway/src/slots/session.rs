@@ -16,8 +16,9 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
+use uuid::Uuid;
 
-use super::checkpoint::{Checkpoints, SETTLED};
+use super::checkpoint::{Checkpoints, Predecessor, SETTLED};
 use super::nobody;
 use crate::admission::lease::Lease;
 use crate::clock::since_boot;
@@ -47,19 +48,23 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// What is kept on disk is at most so old while nothing changes.
 const KEPT: Duration = Duration::from_secs(30);
 
-/// Reports until the gateway ends.
+/// Reports until the gateway ends; goes on as the process `before`, if there is one.
 pub(super) async fn run(
     core: &Arc<Core>,
     dial: &Dial,
     checkpoints: Option<Checkpoints>,
+    before: Option<Predecessor>,
     mut leaving: oneshot::Receiver<()>,
 ) {
     let lease = Arc::clone(core.table.load().lease());
     let (shares, known, leases) = (nobody(core), BTreeSet::new(), [Duration::ZERO; 2]);
     let mut reporter = Reporter { core, lease, shares, leases, known, checkpoints, kept: None };
-    tokio::select! {
-        () = reporter.inherit() => {}
-        _ = &mut leaving => return,
+    if let Some(before) = before {
+        tokio::select! {
+            () = sleep(SETTLED) => {}
+            _ = &mut leaving => return,
+        }
+        reporter.inherit(&before);
     }
     let mut failures = 0u32;
     for attempt in usize::from(rand::random::<u16>()).. {
@@ -94,14 +99,8 @@ struct Ended {
 }
 
 impl Reporter<'_> {
-    /// Goes on as the process before, if there was one whose leases may last.
-    async fn inherit(&mut self) {
-        let gateway = &self.core.options.gateway_id;
-        let Some(found) = self.checkpoints.as_ref().and_then(|checkpoints| checkpoints.load(gateway)) else { return };
-        if since_boot() >= found.heard + found.leases[1] {
-            return;
-        }
-        sleep(SETTLED).await;
+    /// Goes on as the process before, whose leases may last.
+    fn inherit(&mut self, found: &Predecessor) {
         tracing::info!(target: SMG, workers = found.grants.len(), "going on with the slots of the process before");
         // More than any number that the process before can have come to: it counted from the start of its own time.
         let number = u64::try_from(since_boot().as_micros()).unwrap_or(u64::MAX / 2);
@@ -139,7 +138,9 @@ impl Reporter<'_> {
         REDIALS.delay(*failures, rand::random())
     }
 
+    /// Goes on as a process of which no ledger has heard.
     fn begin_anew(&mut self) {
+        self.core.process.send_replace(Uuid::new_v4());
         self.shares = nobody(self.core);
         self.share_out();
     }

@@ -13,7 +13,6 @@ use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
-use uuid::Uuid;
 
 use super::dial::Dial;
 use super::last_known_good::LastKnownGood;
@@ -46,12 +45,11 @@ enum Ended {
 }
 
 pub(super) async fn run(core: Arc<Core>, link: Arc<Link>, dial: Dial, stored: Option<LastKnownGood>) {
-    let process_id = Uuid::new_v4();
     let mut failures = 0u32;
     for attempt in usize::from(rand::random::<u16>()).. {
         let (before, begun) = (*core.revision.borrow(), Instant::now());
         let ended = tokio::select! {
-            ended = subscribe(&core, &link, &dial, attempt, process_id, stored.as_ref()) => ended,
+            ended = subscribe(&core, &link, &dial, attempt, stored.as_ref()) => ended,
             () = core.closing.cancelled() => Ended::Closing,
             () = watch_staleness(&core, &link) => Ended::Closing,
         };
@@ -97,7 +95,6 @@ async fn subscribe(
     link: &Link,
     dial: &Dial,
     attempt: usize,
-    process_id: Uuid,
     stored: Option<&LastKnownGood>,
 ) -> Ended {
     let channel = match dial.connect(attempt).await {
@@ -105,6 +102,8 @@ async fn subscribe(
         Err(reason) => return Ended::Broken(reason),
     };
     link.channel.store(Some(Arc::new(channel.clone())));
+    let mut process = core.process.subscribe();
+    let process_id = *process.borrow_and_update();
     let have = Arc::clone(&core.table.load().snapshot);
     let (sender, receiver) = mpsc::channel(UP_QUEUE);
     let hello = Hello {
@@ -132,6 +131,8 @@ async fn subscribe(
     loop {
         let message = tokio::select! {
             message = tokio::time::timeout_at(silent_at, stream.message()) => message,
+            // To the control plane this is another process from now on.
+            Ok(()) = process.changed() => return Ended::GoAway(Duration::ZERO),
             _ = heartbeats.tick() => {
                 told = Drains::of(&core.table.load());
                 if sender.send(up(up::Message::Heartbeat(told.heartbeat(core)))).await.is_err() {

@@ -3,7 +3,7 @@
 use http::Method;
 use serde_json::{Value, json};
 
-use crate::admin::show::Show;
+use crate::admin::show::{Show, note};
 use crate::admin::table::{self, cell};
 use crate::admin::{Failure, Session, again, block_on};
 use crate::authority;
@@ -40,6 +40,8 @@ pub fn run(args: &ClusterArgs) -> Result<(), Failure> {
             }
             verb => {
                 let answer = session.read(&question).await?;
+                let after = if is_rehearsal(verb) { &answer["result"] } else { &answer };
+                note(&tolerance(after["voters"].as_array().map_or(0, Vec::len)));
                 if is_rehearsal(verb) {
                     return show.rehearsal(&answer);
                 }
@@ -76,6 +78,24 @@ fn question(verb: &ClusterVerb) -> Question {
         }
         ClusterVerb::Replace { node_id, with, .. } => change("replace", json!({"node_id": node_id, "with": with})),
         _ => Question::get("/fleet/cluster"),
+    }
+}
+
+/// What so many voters survive.
+fn tolerance(voters: usize) -> String {
+    let losses = match voters.saturating_sub(1) / 2 {
+        0 => "the loss of none",
+        1 => "the loss of any one",
+        _ => "the loss of any two",
+    };
+    match voters {
+        1 => format!(
+            "1 voter survives {losses}: without it nothing can be changed, and with its disk the fleet's state is lost"
+        ),
+        even if even.is_multiple_of(2) => {
+            format!("{even} voters survive {losses}, as {} would", even.saturating_sub(1))
+        }
+        odd => format!("{odd} voters survive {losses}"),
     }
 }
 
@@ -128,6 +148,15 @@ mod tests {
         lonely["in_contact"] = json!(false);
         lonely["seen_by"] = json!(2);
         assert!(summary(&lonely).starts_with("NO LEADER: as member 2 last knew it\ncluster c"));
+    }
+
+    #[test]
+    fn what_voters_survive_is_said_and_an_even_number_is_no_gain() {
+        assert!(tolerance(1).starts_with("1 voter survives the loss of none"), "{}", tolerance(1));
+        assert!(tolerance(2).starts_with("2 voters survive the loss of none") && tolerance(2).ends_with("as 1 would"));
+        assert_eq!(tolerance(3), "3 voters survive the loss of any one");
+        assert_eq!(tolerance(4), "4 voters survive the loss of any one, as 3 would");
+        assert_eq!(tolerance(5), "5 voters survive the loss of any two");
     }
 
     #[test]

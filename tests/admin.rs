@@ -107,7 +107,8 @@ async fn an_operator_registers_changes_drains_and_removes_a_worker_through_a_gat
     assert_eq!(stale.0, 79, "{}", stale.1);
     assert_eq!(operator.json(&["workers", "get", id]).await["priority"], 9);
 
-    assert_eq!(operator.json(&["workers", "drain", id]).await["intent"], "cordoned");
+    // It is idle: no time is needed for that.
+    assert_eq!(operator.json(&["workers", "drain", id, "--timeout-secs", "0"]).await["intent"], "cordoned");
     assert_eq!(operator.json(&["workers", "get", id]).await["intent"], "cordoned");
     assert_eq!(operator.json(&["workers", "uncordon", id]).await["intent"], "active");
     let records = operator.json(&["audit", "--object", &format!("worker/{id}")]).await;
@@ -116,7 +117,8 @@ async fn an_operator_registers_changes_drains_and_removes_a_worker_through_a_gat
     assert_eq!(actions, ["set_intent", "set_intent", "patch_worker", "create_worker"]);
     assert!(operator.table(&["audit"]).await.contains("priority: 50 → 9"));
 
-    operator.json(&["workers", "remove", id, "--wait"]).await;
+    let removed = operator.json(&["workers", "remove", id, "--wait"]).await;
+    assert_eq!(removed, json!({"status": "removed", "worker_id": id}), "it was waited for");
     assert_eq!(operator.refused(&["workers", "get", id]).await.0, 66);
     assert_eq!(operator.refused(&["workers", "get", "http://nobody:1"]).await.0, 66);
     assert_eq!(operator.refused(&["workers", "add", "http://h:1", "--label", "dp_size=0"]).await.0, 65);
@@ -124,6 +126,9 @@ async fn an_operator_registers_changes_drains_and_removes_a_worker_through_a_gat
     assert_eq!((output.status.code(), output.stdout.len()), (Some(69), 0));
     let output = operator.bare(&["workers", "fly"]).output().await.unwrap();
     assert_eq!(output.status.code(), Some(64));
+    let stale = operator.run(&["workers", "list", "--stale"]).await;
+    assert!(String::from_utf8_lossy(&stale.stderr).starts_with("stale: revision "), "{stale:?}");
+    assert!(operator.run(&["workers", "list"]).await.stderr.is_empty());
 }
 
 #[tokio::test]
@@ -367,6 +372,10 @@ async fn a_backup_under_load_becomes_a_new_control_plane_that_gateways_follow() 
     assert_eq!(operator.refused(&["cluster", "backup", &path("backup")]).await.0, 79, "it overwrites nothing");
 
     plane.kill();
+    let cut = operator.run(&["workers", "list", "-o", "json"]).await;
+    let words = String::from_utf8_lossy(&cut.stderr);
+    assert!(words.starts_with("stale: ") && words.contains("does not reach the control plane"), "{words}");
+    assert_eq!(serde_json::from_slice::<Value>(&cut.stdout).unwrap()["total"], 2, "data is data");
     let restore = ["cluster", "restore", &path("backup"), "--data-dir", &path("new")].map(str::to_owned);
     let restore: Vec<&str> = restore.iter().map(String::as_str).collect();
     assert_eq!(
@@ -401,4 +410,38 @@ async fn a_backup_under_load_becomes_a_new_control_plane_that_gateways_follow() 
     assert!(gateway.post("/v1/chat/completions", &body).await.status().is_success());
     let with_key = plane.client.put(format!("{}/fleet/policies/default", plane.url)).json(&json!({}));
     assert!(with_key.send().await.unwrap().status().is_success());
+}
+
+/// The process of a gateway as `/fleet/gateways` and `/fleet/admission` show it, when both do and it is connected.
+async fn processes(plane: &Smg, gateway: &str) -> Option<[Value; 2]> {
+    let (gateways, admission) = (plane.get_json("/fleet/gateways").await, plane.get_json("/fleet/admission").await);
+    let of = |list: &Value| list["gateways"].as_array()?.iter().find(|shown| shown["gateway_id"] == gateway).cloned();
+    let connected = gateways["gateways"].as_array()?.iter().find(|shown| shown["connected"] == true)?.clone();
+    assert_eq!(connected["gateway_id"], gateway);
+    let heard = of(&admission).filter(|shown| shown["heard"] == true)?;
+    Some([connected["process_id"].clone(), heard["process_id"].clone()])
+}
+
+#[tokio::test]
+async fn a_gateway_is_the_same_process_wherever_it_is_shown() {
+    let (directory, own) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let plane = Smg::controlplane(directory.path(), free_port(), &[]).await;
+    let flags = ["--gateway-id", "g", "--data-dir", own.path().to_str().unwrap()];
+    let start = || Smg::gateway(&plane.url[7..], &flags);
+    let mut gateway = start().await;
+    let same = async || {
+        eventually("both views know the gateway, and agree", || async {
+            let [subscribed, reports] = processes(&plane, "g").await?;
+            (subscribed == reports).then_some(subscribed)
+        })
+        .await
+    };
+    let first = same().await;
+    let kept = own.path().join("slots.smgckpt");
+    eventually("its slots are kept on disk", || async { kept.exists().then_some(()) }).await;
+    gateway.kill();
+    // It comes back to its own disk, and goes on with the slots that it had: to the control plane it is the process that it was.
+    gateway = start().await;
+    gateway.logged(&["going on with the slots of the process before"]).await;
+    assert_eq!(same().await, first);
 }

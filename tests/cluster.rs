@@ -13,6 +13,7 @@ use reqwest::{Client, StatusCode};
 use serde_json::{Value, json};
 use support::cluster::*;
 use support::*;
+use tokio::io::{AsyncBufReadExt, BufReader};
 
 /// What became of a write.
 #[derive(Debug, PartialEq)]
@@ -242,6 +243,14 @@ async fn members_restart_one_by_one_and_are_replaced_by_command_while_writes_go_
     })
     .await;
     assert!(replaced["voters"].as_array().unwrap().contains(&json!(4)), "{replaced}");
+    // What would be left is said before it is done.
+    let two: Vec<String> = replaced["voters"].as_array().unwrap()[..2].iter().map(Value::to_string).collect();
+    let rehearsed = eventually("a rehearsal", || async {
+        let output = smg_cluster(&all, &["remove", &two[0], &two[1], "--dry-run"]);
+        output.status.success().then_some(output)
+    })
+    .await;
+    assert!(String::from_utf8_lossy(&rehearsed.stderr).contains("1 voter survives the loss of none"), "{rehearsed:?}");
 
     // The lost one comes back: it is told, and ends with a code of its own.
     let mut late = places[lost].start(&[]);
@@ -376,4 +385,121 @@ async fn until_acknowledged(smg: &Smg, count: usize, revision: f64) {
         (current >= count).then_some(())
     })
     .await;
+}
+
+#[tokio::test]
+async fn members_of_the_time_before_a_restore_are_named_as_such() {
+    let places: Vec<Place> = (0..3).map(|_| Place::new()).collect();
+    let mut members = cluster(&places).await;
+    let directory = tempfile::tempdir().unwrap();
+    let backup = directory.path().join("backup");
+    let backup = backup.to_str().unwrap();
+    let saved = smg_cluster(&places[0].address(), &["backup", backup]);
+    assert!(saved.status.success(), "{saved:?}");
+    // One is gone; in its place, at its address, the cluster begins anew. Nobody stopped the others.
+    members[0].kill();
+    let anew = places[0].emptied();
+    let restored =
+        smg_cluster(&anew.address(), &["restore", backup, "--data-dir", anew.directory.path().to_str().unwrap()]);
+    assert!(restored.status.success(), "{restored:?}");
+    let restored = anew.start(&[]);
+    let told = |old: &Smg| {
+        let words = ["a member refuses this one", "of the time before this cluster was restored", "stop it for good"];
+        old.log().lines().any(|line| words.iter().all(|word| line.contains(word)))
+    };
+    // Whoever of them leads calls where it knows a member.
+    eventually("an old member is told", || async { members[1..].iter().any(told).then_some(()) }).await;
+    restored.logged(&["refusing a call of another member", "of the time before this cluster was restored"]).await;
+    eventually("the new history goes on", || async {
+        let client = Client::builder().no_proxy().build().unwrap();
+        let key = "00000000-0000-4000-a000-000000000001";
+        (write(&client, &anew.address(), "m", key).await == Write::Acknowledged).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_watch_whose_member_dies_goes_on_at_another_one_and_shows_each_change_once() {
+    const DOCUMENTS: usize = 120;
+    let places: Vec<Place> = (0..3).map(|_| Place::new()).collect();
+    let mut members = cluster(&places).await;
+    let all = places.iter().map(Place::address).collect::<Vec<_>>().join(",");
+    // Servers are asked in turn: the watch is at the first member.
+    let mut watch = tokio::process::Command::new(env!("CARGO_BIN_EXE_smg"));
+    watch.args(["policies", "list", "--watch", "-o", "json", "--controlplane", &all]).env_clear();
+    watch.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).kill_on_drop(true);
+    let mut watch = watch.spawn().unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    // Writes go to the others, as fast as they are acknowledged: members publish them in steps of their own.
+    let (wrote, survivors) = (Arc::new(AtomicU64::new(0)), [places[1].address(), places[2].address()]);
+    let writer = {
+        let wrote = Arc::clone(&wrote);
+        tokio::spawn(async move {
+            let client = Client::builder().no_proxy().build().unwrap();
+            for n in 0..DOCUMENTS {
+                let (model, key) = (format!("m{n}"), format!("00000000-0000-4000-b000-{n:012}"));
+                let mut target = n;
+                while write(&client, &survivors[target % 2], &model, &key).await != Write::Acknowledged {
+                    target += 1;
+                }
+                // Each third one is taken away again, the one before it.
+                if n % 3 == 2 {
+                    let path = format!("http://{}/fleet/policies/m{}", survivors[target % 2], n - 1);
+                    eventually("it is deleted", || async {
+                        let status = client.delete(&path).send().await.ok()?.status();
+                        (status.is_success() || status == StatusCode::NOT_FOUND).then_some(())
+                    })
+                    .await;
+                }
+                wrote.store(1 + n as u64, Ordering::Relaxed);
+            }
+        })
+    };
+    eventually_within(Duration::from_secs(60), "writes are under way", || async {
+        (wrote.load(Ordering::Relaxed) >= DOCUMENTS as u64 / 3).then_some(())
+    })
+    .await;
+    members[0].kill();
+    let (mut shown, mut deleted): (Vec<(String, u64)>, Vec<String>) = (Vec::new(), Vec::new());
+    writer.await.unwrap();
+    // The second one comes in a step of its own: then that of the first one is shown whole.
+    for (n, last) in ["last", "very-last"].into_iter().enumerate() {
+        let key = format!("00000000-0000-4000-b001-{n:012}");
+        while write(&members[1].client, &places[1].address(), last, &key).await != Write::Acknowledged {}
+        while shown.iter().all(|(model, _)| model != last) {
+            let line = tokio::time::timeout(Duration::from_secs(60), lines.next_line()).await.expect("a line in time");
+            let event: Value = serde_json::from_str(&line.unwrap().expect("a line")).unwrap();
+            match event["type"].as_str().unwrap() {
+                "put" => {
+                    let (model, revision) = (&event["object"]["model"], &event["object"]["mod_revision"]);
+                    shown.push((model.as_str().unwrap().to_owned(), revision.as_u64().unwrap()));
+                }
+                "deleted" => deleted.push(event["name"].as_str().unwrap().to_owned()),
+                other => panic!("{other}"),
+            }
+        }
+    }
+    watch.start_kill().unwrap();
+    let said = watch.wait_with_output().await.unwrap();
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(!said.contains("starts anew"), "{said}");
+    // What was written and is still there was shown, and nothing twice.
+    for n in (0..DOCUMENTS).filter(|n| n % 3 != 1) {
+        assert_eq!(shown.iter().filter(|(model, _)| *model == format!("m{n}")).count(), 1, "m{n}");
+    }
+    // What came and went within a step was never shown; a deletion is of what was shown, or of what another member had.
+    for n in (1..DOCUMENTS).step_by(3) {
+        let (puts, deletions) = (
+            shown.iter().filter(|(model, _)| *model == format!("m{n}")).count(),
+            deleted.iter().filter(|model| **model == format!("m{n}")).count(),
+        );
+        assert!(
+            puts <= 1 && deletions <= 1 && puts <= deletions,
+            "m{n}: {puts} times shown, {deletions} times deleted"
+        );
+    }
+    let mut revisions: Vec<u64> = shown.iter().map(|(_, revision)| *revision).collect();
+    revisions.sort_unstable();
+    revisions.dedup();
+    assert_eq!(revisions.len(), shown.len(), "each change is a revision of its own");
 }

@@ -16,6 +16,8 @@ use crate::cli::{AddFlags, ChangeFlags, PatchFlags, SpecFlags, WorkersVerb};
 
 /// Between two looks at what is waited for.
 const PAUSE: Duration = Duration::from_millis(500);
+/// How long gateways may need to say what they run on a worker: before that it is not known to be busy.
+const WORD: Duration = Duration::from_secs(5);
 
 /// Does what `smg workers` says.
 pub(super) async fn run(session: &Session, verb: &WorkersVerb) -> Result<(), Failure> {
@@ -48,9 +50,10 @@ pub(super) async fn run(session: &Session, verb: &WorkersVerb) -> Result<(), Fai
         }
         WorkersVerb::Remove { worker, wait, change } => {
             let id = id_of(session, worker).await?;
-            let answer = session.change(Method::DELETE, &format!("/workers/{id}"), None, change).await?;
+            let mut answer = session.change(Method::DELETE, &format!("/workers/{id}"), None, change).await?;
             if *wait && !change.dry_run {
                 until_gone(session, &id).await?;
+                answer = json!({"status": "removed", "worker_id": id});
             }
             session.changed(&answer, change, table::ACCEPTED)
         }
@@ -172,7 +175,7 @@ async fn drain(session: &Session, worker: &str, limit: Duration, change: &Change
     if change.dry_run {
         return session.show.rehearsal(&answer);
     }
-    let (deadline, mut said) = (Instant::now() + limit, String::new());
+    let (deadline, mut said) = (Instant::now() + limit.max(WORD), String::new());
     loop {
         let occupation = session.get(format!("/fleet/workers/{id}/intent")).await?;
         if occupation["idle"] == true {

@@ -59,6 +59,10 @@ pub use verbs::{
 /// The environment variable with admin tokens.
 const TOKENS_VARIABLE: &str = "CONTROL_PLANE_API_KEYS";
 
+/// The commands that speak to the admin API.
+const OPERATORS: [&str; 9] =
+    ["workers", "policies", "pairing", "gateways", "admission", "tokens", "audit", "context", "cluster"];
+
 /// What the process was asked to do.
 #[derive(Debug)]
 pub enum Invocation {
@@ -86,7 +90,7 @@ where
     I: IntoIterator<Item = T>,
     T: Into<OsString>,
 {
-    let mut arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
+    let mut arguments = command_first(arguments.into_iter().map(Into::into).collect());
     if launches_without_saying_so(arguments.get(1)) {
         let at = arguments.len().min(1);
         arguments.insert(at, OsString::from("launch"));
@@ -205,6 +209,19 @@ fn admin_commands() -> Vec<clap::Command> {
         verbs::<ContextVerb>("context", "Name fleets and how to reach them, in a configuration file"),
         Completions::augment_args(clap::Command::new("completions")).about("Print the completions of a shell"),
     ]
+}
+
+/// `smg -o json workers list` means `smg workers -o json list`: what every command of operators takes may stand before it too.
+fn command_first(mut arguments: Vec<OsString>) -> Vec<OsString> {
+    let flags = target::TargetFlags::augment_args(clap::Command::new("smg").disable_help_flag(true));
+    let takes = |before: &[OsString]| flags.clone().try_get_matches_from(before).is_ok();
+    let names = |argument: &OsString| OPERATORS.iter().any(|name| argument == name);
+    let found = (2..arguments.len()).find(|at| names(&arguments[*at]) && takes(&arguments[..*at]));
+    if let Some(at) = found {
+        let command = arguments.remove(at);
+        arguments.insert(1, command);
+    }
+    arguments
 }
 
 /// True when the first argument is not a subcommand and asks for neither help nor a version.

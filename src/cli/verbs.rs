@@ -104,7 +104,7 @@ pub enum WorkersVerb {
         /// Its id or URL
         #[arg(value_name = "WORKER")]
         worker: String,
-        /// How long to wait, in seconds
+        /// How long to wait for what runs on it, in seconds; five at least, in which gateways say what that is
         #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
         timeout_secs: u64,
         #[command(flatten)]

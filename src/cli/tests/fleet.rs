@@ -113,6 +113,25 @@ fn operators_name_what_they_mean_and_every_change_can_be_rehearsed() {
 }
 
 #[test]
+fn what_every_command_takes_may_stand_before_it_and_nothing_else_is_taken_for_a_command() {
+    for line in [
+        "smg -o json --server a workers list --stale",
+        "smg workers -o json list --stale --server a",
+        "smg workers list --stale --server a -o json",
+        "smg --output=json --server=a workers list --stale",
+    ] {
+        let Ok(Invocation::Admin(arguments)) = parse_line(line) else { panic!("{line}") };
+        assert!(matches!(&arguments.verb, Verb::Workers(WorkersVerb::List { follow, .. }) if follow.stale), "{line}");
+        assert_eq!((arguments.output, arguments.target.controlplane.join(" ").as_str()), (Output::Json, "a:7400"));
+    }
+    let Ok(Invocation::Admin(named)) = parse_line("smg --context workers gateways") else { panic!("a context's name") };
+    assert_eq!((named.verb, named.target.context.as_deref()), (Verb::Gateways(Default::default()), Some("workers")));
+    assert!(matches!(parse_line("smg -o wide cluster status"), Ok(Invocation::Cluster(_))));
+    launch("smg --model-path cluster");
+    syntax_error("smg --drain-settle-secs 1 workers list");
+}
+
+#[test]
 fn an_authority_takes_names_that_can_stand_in_a_certificate() {
     let line = "smg cluster ca issue /ca --role gateway --name g-1 --host cp1.internal --host 10.0.0.1 --days 7";
     let Ok(Invocation::Cluster(arguments)) = parse_line(line) else { panic!("{line}") };

@@ -10,7 +10,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 DENY := $(shell command -v cargo-deny 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-etcd soak admission fuzz sdk prometheus bench e2e-grpc e2e-vllm e2e-vllm-grpc lint deny
+.PHONY: help demo test test-etcd soak admission simulation fuzz sdk prometheus bench e2e-grpc e2e-vllm e2e-vllm-grpc lint deny
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,13 +35,20 @@ else
 	$(CARGO) test $(ETCD) etcd
 endif
 
-soak: ## Run every test in its long variant, then the fuzz targets; rewrites reports of docs/reports
+soak: ## Run every test in its long variant, then `admission`, `simulation` and `fuzz`; rewrites reports of docs/reports
 	SMG_SOAK=1 $(MAKE) test
 	$(MAKE) admission
+	$(MAKE) simulation
 	$(MAKE) fuzz
 
 admission: ## Run a fleet under overload for eight minutes, with everything failing that can; rewrites docs/reports/admission.{md,svg}
 	SMG_ADMISSION=1 $(CARGO) test -p smg --locked --test fleet_admission -- --nocapture no_window_is_exceeded
+
+SEEDS ?= 1000
+JOBS ?= 1
+simulation: ## Simulate clusters in which everything fails, SEEDS=1000 JOBS=1, in a release build; rewrites docs/reports/cluster-simulation.md
+	SMG_SIMULATION=1 SMG_SEEDS=$(SEEDS) SMG_JOBS=$(JOBS) CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-target}/simulation \
+		nice $(CARGO) test -p smg-store --release --locked --lib -- --nocapture clusters_survive_everything
 
 SECONDS ?= 600
 fuzz: ## Fuzz every target, SECONDS=600 each, two at a time (needs g++)

@@ -14,9 +14,9 @@
 //! The same seed gives the same run, event for event. That the checks can fail is shown by planting faults in the code that is shipped
 //! ([`super::mutant`]) and in the gateways ([`Planted`]), each of which must be found.
 //!
-//! `SMG_SOAK=1 cargo nextest run -p smg-store simulation` runs it long and writes `docs/reports/cluster-simulation.md`;
-//! `SMG_SEEDS=N` makes that N seeds instead of 1,000;
-//! `SMG_MUTANT=NAME` plants one fault only;
+//! `make simulation` runs it long, in a release build, and writes `docs/reports/cluster-simulation.md`; `SEEDS=N` makes that N seeds instead
+//! of 1,000, `JOBS=N` N at a time;
+//! `SMG_MUTANT=NAME cargo nextest run -p smg-store every_planted` plants one fault only;
 //! `SMG_SEED=N cargo nextest run -p smg-store one_seed --no-capture` shows one run, with `SMG_TRACE=1` message by message.
 
 use std::cell::Cell;

@@ -1,14 +1,20 @@
 //! The runs, and what they show.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, Once};
 use std::time::Instant;
 
 use super::super::mutant::{Mutant, plant};
 use super::*;
 
-fn soaking() -> bool {
-    std::env::var_os("SMG_SOAK").is_some()
+/// Whether the long variant was asked for, which is for release builds: `make simulation`.
+fn long() -> bool {
+    std::env::var_os("SMG_SIMULATION").is_some()
+}
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok()?.parse().ok()
 }
 
 /// Every fault that is planted, and how many seeds may pass before it is found.
@@ -30,7 +36,7 @@ const PATIENCE: u64 = 60;
 
 #[test]
 fn one_seed_can_be_shown() {
-    let seed = std::env::var("SMG_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
+    let seed = number("SMG_SEED").unwrap_or(1);
     let began = Instant::now();
     let run = run(seed);
     for event in &run.events {
@@ -41,7 +47,7 @@ fn one_seed_can_be_shown() {
 
 #[test]
 fn the_same_seed_gives_the_same_run() {
-    for seed in 0..if soaking() { 20 } else { 2 } {
+    for seed in 0..if long() { 20 } else { 2 } {
         let (one, other) = (run(seed), run(seed));
         for (left, right) in one.events.iter().zip(&other.events) {
             assert_eq!(left, right, "seed {seed}");
@@ -134,13 +140,18 @@ impl Total {
 /// The seeds of the clean runs begin here.
 const FIRST_SEED: u64 = 1_000;
 
-/// Clean runs: none may violate anything.
-fn survive(budget: &Budget) -> Total {
-    let mut total = Total::default();
-    while budget.lasts(total.runs) {
-        let seed = FIRST_SEED + total.runs;
+/// Clean runs, so many at a time, each in one thread: none may violate anything.
+fn survive(budget: &Budget, at_a_time: u64) -> Total {
+    let (next, total) = (AtomicU64::new(0), Mutex::new(Total::default()));
+    let work = || loop {
+        let begun = next.fetch_add(1, Ordering::Relaxed);
+        if !budget.lasts(begun) {
+            return;
+        }
+        let seed = FIRST_SEED + begun;
         match violation(seed) {
             Ok(run) => {
+                let mut total = total.lock().unwrap();
                 total.add(&run);
                 if total.runs.is_multiple_of(50) {
                     println!("{} runs in {:?}", total.runs, budget.began.elapsed());
@@ -148,8 +159,13 @@ fn survive(budget: &Budget) -> Total {
             }
             Err(reason) => panic!("seed {seed}: {reason}"),
         }
-    }
-    total
+    };
+    std::thread::scope(|threads| {
+        for _ in 0..at_a_time {
+            threads.spawn(work);
+        }
+    });
+    total.into_inner().unwrap()
 }
 
 /// The seed with which a planted fault is found, and how.
@@ -188,25 +204,26 @@ fn every_planted_fault_is_found() {
 
 #[test]
 fn clusters_survive_everything_that_goes_wrong() {
-    let seeds = std::env::var("SMG_SEEDS").ok().and_then(|seeds| seeds.parse().ok());
-    let (least, seconds) = if soaking() { (seeds.unwrap_or(1_000), 0) } else { (3, 20) };
+    let (least, seconds) = if long() { (number("SMG_SEEDS").unwrap_or(1_000), 0) } else { (3, 20) };
     let budget = Budget { began: Instant::now(), time: Duration::from_secs(seconds), least };
-    let mut total = survive(&budget);
-    println!("{} runs in {:?}: {total:?}", total.runs, budget.began.elapsed());
-    if soaking() {
-        let report = report(&mut total, &find_all(), budget.began.elapsed());
+    let at_a_time = number("SMG_JOBS").unwrap_or(1).max(1);
+    let mut total = survive(&budget, at_a_time);
+    let took = budget.began.elapsed();
+    println!("{} runs in {took:?}: {total:?}", total.runs);
+    if long() {
+        let report = report(&mut total, &find_all(), took, at_a_time);
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reports/cluster-simulation.md");
         std::fs::write(path, report).unwrap();
     }
 }
 
-fn report(total: &mut Total, found: &[(String, u64, String)], took: Duration) -> String {
+fn report(total: &mut Total, found: &[(String, u64, String)], took: Duration, at_a_time: u64) -> String {
     let Total { runs, counts, faults, micros, .. } = &*total;
+    let build = if cfg!(debug_assertions) { "debug" } else { "release" };
     let mut text = format!(
         "# Cluster simulation\n\n\
-         The last long run of the deterministic simulation of the replicated control plane\n\
-         (`SMG_SOAK=1 cargo nextest run -p smg-store simulation`; what it is: `controlplane/store/src/raft/simulation/mod.rs`). Any violation\n\
-         fails it, and then there is no report.\n\n\
+         The last long run of the deterministic simulation of the replicated control plane (`make simulation SEEDS={runs} JOBS={at_a_time}`, {build}\n\
+         build; what it is: `controlplane/store/src/raft/simulation/mod.rs`). Any violation fails it, and then there is no report.\n\n\
          | what | how many |\n|---|---|\n\
          | seeds, all without a violation | {runs} ({FIRST_SEED} to {}) |\n\
          | simulated time | {:.1} hours |\n\
@@ -239,15 +256,17 @@ fn report(total: &mut Total, found: &[(String, u64, String)], took: Duration) ->
         faults.bad_networks,
         faults.transfers,
     );
+    let each = took.as_secs_f64() * at_a_time as f64 / total.runs as f64;
     text += &format!(
         "\nFrom the end of all faults until there was a leader, all voters, a new write, equal states and up-to-date gateways: p50 {:.1} s,\n\
-         p99 {:.1} s, most {:.1} s (simulated). The run took {:.0} minutes.\n\n\
+         p99 {:.1} s, most {:.1} s (simulated). All seeds together took {:.0} minutes, {:.1} s each.\n\n\
          ## Faults planted on purpose\n\nEach must be found; the seed is the first of 0, 1, 2, … that finds it.\n\n\
          | fault | seed | found by |\n|---|---|---|\n",
         total.recovery(50),
         total.recovery(99),
         total.recovery(100),
         took.as_secs_f64() / 60.0,
+        each,
     );
     for (name, seed, reason) in found {
         let first = reason.lines().next().unwrap_or_default().replace('|', "\\|");

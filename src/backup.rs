@@ -1,7 +1,7 @@
 //! `smg cluster backup` and `smg cluster restore`.
 //!
-//! A backup gets its name only when it is whole and verified. A restore makes a directory for one new member; nothing is asked or changed
-//! elsewhere, so the old control plane must be gone, or be stopped, before the new one serves.
+//! A backup gets its name only when it is whole and verified. A restore makes a directory for one new member, or what members on etcd start
+//! from; no member is asked, so the old control plane must be gone, or be stopped, before the new one serves.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -10,13 +10,18 @@ use std::path::Path;
 
 use http_body_util::BodyExt;
 use serde_json::json;
-use smg_controlplane::backup;
+use smg_controlplane::backup::{self, Summary};
+use smg_state::State;
+#[cfg(feature = "etcd")]
+use smg_store::etcd::{self, EtcdError, EtcdOptions};
 use smg_store::raft;
 
 use crate::admin::show::{Show, note};
+#[cfg(feature = "etcd")]
+use crate::admin::table::RESTORED_IN_ETCD;
 use crate::admin::table::{BACKUP, RESTORED};
 use crate::admin::{Failure, Session};
-use crate::cli::ClusterArgs;
+use crate::cli::{ClusterArgs, StoreArgs};
 use crate::controlplane::STATE_DIRECTORY;
 use crate::operator::Question;
 use crate::process::passphrase;
@@ -61,17 +66,11 @@ pub async fn save(args: &ClusterArgs, file: &Path, show: Show) -> Result<(), Fai
     show.one(&answer, BACKUP)
 }
 
-/// Makes the directory of a new member from a backup.
+/// The state in a backup, and what the backup says of itself.
 ///
 /// # Errors
-/// When the backup cannot be used, or the directory is not empty.
-pub fn restore(
-    file: &Path,
-    data_dir: &Path,
-    key_file: Option<&Path>,
-    without_keys: bool,
-    show: Show,
-) -> Result<(), Failure> {
+/// When the backup cannot be used, or keys of engines would be lost without the operator's word.
+pub fn usable(file: &Path, key_file: Option<&Path>, without_keys: bool) -> Result<(State, Summary), Failure> {
     let bytes = fs::read(file).map_err(|error| Failure::Input(format!("{}: {error}", file.display())))?;
     let key = key_file.map(passphrase).transpose().map_err(Failure::Input)?;
     let unusable = |error: backup::BackupError| Failure::Input(format!("{}: {error}", file.display()));
@@ -86,18 +85,45 @@ pub fn restore(
         let text = format!("the keys of {count} worker(s) {reason} and set them again with `smg workers patch`");
         return Err(Failure::Input(text));
     }
-    let restored = raft::restore(&data_dir.join(STATE_DIRECTORY), state);
-    let (member, history_id) = restored.map_err(|error| match error {
-        raft::OpenError::Taken(_) => Failure::Exists(error.to_string()),
-        _ => Failure::Undone(error.to_string()),
-    })?;
-    let answer = json!({
-        "cluster_id": member.cluster_id,
-        "history_id": history_id,
+    Ok((state, summary))
+}
+
+/// Makes a control plane from a backup: the directory of its one member, or what etcd keeps for its members.
+///
+/// # Errors
+/// When there is something already, or it cannot be written.
+pub fn restore((state, summary): (State, Summary), into: &StoreArgs, show: Show) -> Result<(), Failure> {
+    let cluster_id = state.cluster_id();
+    let mut answer = json!({
+        "cluster_id": cluster_id,
         "restored_from_history_id": summary.history_id,
         "restored_revision": summary.revision,
-        "node_id": member.node_id,
-        "data_dir": data_dir.display().to_string(),
     });
-    show.one(&answer, RESTORED)
+    match into {
+        StoreArgs::Raft { data_dir } => {
+            let restored = raft::restore(&data_dir.join(STATE_DIRECTORY), state);
+            let (member, history_id) = restored.map_err(|error| match error {
+                raft::OpenError::Taken(_) => Failure::Exists(error.to_string()),
+                _ => Failure::Undone(error.to_string()),
+            })?;
+            answer["history_id"] = json!(history_id);
+            answer["node_id"] = json!(member.node_id);
+            answer["data_dir"] = json!(data_dir.display().to_string());
+            show.one(&answer, RESTORED)
+        }
+        #[cfg(feature = "etcd")]
+        StoreArgs::Etcd(into) => crate::admin::block_on(async {
+            let tls = into.tls.load().map_err(|error| Failure::Input(format!("TLS towards etcd: {error}")))?;
+            let options = EtcdOptions { tls: Some(tls), ..EtcdOptions::new(into.endpoints.clone(), &into.prefix) };
+            let history_id = etcd::restore(&options, state).await.map_err(|error| match error {
+                EtcdError::Taken(_) => Failure::Exists(error.to_string()),
+                _ => Failure::Undone(error.to_string()),
+            })?;
+            answer["history_id"] = json!(history_id);
+            answer["etcd_prefix"] = json!(into.prefix);
+            show.one(&answer, RESTORED_IN_ETCD)
+        }),
+        #[cfg(not(feature = "etcd"))]
+        StoreArgs::Etcd(_) => Err(Failure::Input("this smg was built without etcd".to_owned())),
+    }
 }

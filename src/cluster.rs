@@ -20,8 +20,12 @@ pub fn run(args: &ClusterArgs) -> Result<(), Failure> {
     match &args.verb {
         ClusterVerb::Ca(verb) => return show.text(&format!("{}\n", authority::run(verb)?.display())),
         ClusterVerb::Backup { file } => return block_on(backup::save(args, file, show)),
-        ClusterVerb::Restore { file, data_dir, backup_key_file, without_keys } => {
-            return backup::restore(file, data_dir, backup_key_file.as_deref(), *without_keys, show);
+        ClusterVerb::Restore { file, backup_key_file, without_keys, .. } => {
+            let state = backup::usable(file, backup_key_file.as_deref(), *without_keys)?;
+            return match &args.into {
+                Some(into) => backup::restore(state, into, show),
+                None => Err(Failure::Input("it is not said where to: --data-dir, or --etcd-endpoints".to_owned())),
+            };
         }
         _ => {}
     }

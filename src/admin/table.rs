@@ -142,6 +142,11 @@ pub const RESTORED: &[Column] = &[
     ("HISTORY", "history_id", ALWAYS),
 ];
 
+/// `smg cluster restore` into etcd.
+#[cfg(feature = "etcd")]
+pub const RESTORED_IN_ETCD: &[Column] =
+    &[("PREFIX", "etcd_prefix", ALWAYS), ("REVISION", "restored_revision", ALWAYS), ("HISTORY", "history_id", ALWAYS)];
+
 /// What became of an accepted change.
 pub const ACCEPTED: &[Column] = &[("WORKER", "worker_id", ALWAYS), ("STATUS", "status", ALWAYS)];
 

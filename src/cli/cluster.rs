@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use smg_net::mutual::identity::Part;
 
+use super::controlplane::{EtcdFlags, StoreArgs, WITHOUT_ETCD};
 use super::error::CliError;
 use super::target::{Output, TargetArgs, TargetFlags};
 use super::values;
@@ -72,20 +73,23 @@ pub enum ClusterVerb {
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
-    /// Make a new control plane of one member from a backup; speaks to nobody
+    /// Make a new control plane from a backup: the directory of one member, or the state in etcd; speaks to no member
     Restore {
         /// The file
         #[arg(value_name = "FILE")]
         file: PathBuf,
         /// Empty directory of the new member, for `smg controlplane --data-dir` or `smg launch --data-dir`
-        #[arg(long, value_name = "DIR")]
-        data_dir: PathBuf,
+        #[arg(long, value_name = "DIR", required_unless_present = "etcd_endpoints", conflicts_with = "etcd_endpoints")]
+        data_dir: Option<PathBuf>,
         /// File with the passphrase that sealed the keys of engines
         #[arg(long, value_name = "FILE")]
         backup_key_file: Option<PathBuf>,
         /// Restore without the keys of engines, where they are missing or sealed
         #[arg(long)]
         without_keys: bool,
+        /// Where the state of a control plane on etcd goes: nothing may lie below the prefix
+        #[command(flatten)]
+        etcd: Box<EtcdFlags>,
     },
     /// Make certificates for the parts of a fleet; speaks to nobody
     #[command(subcommand)]
@@ -134,6 +138,8 @@ pub struct ClusterArgs {
     pub verb: ClusterVerb,
     /// Where the control plane is.
     pub target: TargetArgs,
+    /// What a restored control plane keeps its state in.
+    pub into: Option<StoreArgs>,
     /// How results are written.
     pub output: Output,
 }
@@ -142,6 +148,18 @@ impl ClusterFlags {
     /// Checks the flags.
     pub(super) fn resolve(self, environment: impl Fn(&str) -> Option<String>) -> Result<ClusterArgs, CliError> {
         let output = self.target.output;
-        Ok(ClusterArgs { verb: self.verb, target: self.target.resolve(environment)?, output })
+        let into = match &self.verb {
+            ClusterVerb::Restore { etcd, .. } if etcd.is_given() && !cfg!(feature = "etcd") => {
+                return Err(CliError::refused("--etcd-endpoints", WITHOUT_ETCD));
+            }
+            ClusterVerb::Restore { etcd, .. } if etcd.is_given() => {
+                Some(StoreArgs::Etcd(etcd.as_ref().clone().resolve(true)?))
+            }
+            ClusterVerb::Restore { data_dir: Some(data_dir), .. } => {
+                Some(StoreArgs::Raft { data_dir: data_dir.clone() })
+            }
+            _ => None,
+        };
+        Ok(ClusterArgs { verb: self.verb, target: self.target.resolve(environment)?, into, output })
     }
 }

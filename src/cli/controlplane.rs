@@ -13,6 +13,9 @@ use super::process::{ProcessArgs, check_ports_differ};
 use super::tls::WorkerTlsFlags;
 use super::values;
 
+/// Why nothing is kept in etcd here.
+pub(super) const WITHOUT_ETCD: &str = "this smg was built without etcd: take one built with `--features etcd`";
+
 /// What keeps the fleet state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lower")]
@@ -59,6 +62,9 @@ pub(super) struct ControlPlaneFlags {
     store: StoreName,
     #[command(flatten)]
     etcd: EtcdFlags,
+    /// Leave the compaction of etcd's history to others: it is that of all users of the etcd cluster
+    #[arg(long, help_heading = "etcd")]
+    etcd_no_compaction: bool,
     #[command(flatten)]
     part_tls: PartTlsFlags,
     #[command(flatten)]
@@ -70,9 +76,9 @@ pub(super) struct ControlPlaneFlags {
 }
 
 /// Which etcd cluster.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, PartialEq, Eq, Args)]
 #[command(next_help_heading = "etcd")]
-struct EtcdFlags {
+pub struct EtcdFlags {
     /// Members of the etcd cluster
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL,…")]
     etcd_endpoints: Vec<String>,
@@ -88,13 +94,16 @@ struct EtcdFlags {
     /// Key of that certificate; PEM
     #[arg(long, value_name = "FILE", requires = "etcd_cert_path")]
     etcd_key_path: Option<PathBuf>,
-    /// Leave the compaction of etcd's history to others: it is that of all users of the etcd cluster
-    #[arg(long)]
-    etcd_no_compaction: bool,
 }
 
 impl EtcdFlags {
-    fn resolve(self) -> Result<EtcdArgs, CliError> {
+    /// Whether an etcd cluster is named.
+    pub(super) fn is_given(&self) -> bool {
+        !self.etcd_endpoints.is_empty()
+    }
+
+    /// Checks the flags. `compact` = etcd is told to forget old revisions.
+    pub(super) fn resolve(self, compact: bool) -> Result<EtcdArgs, CliError> {
         if self.etcd_endpoints.is_empty() {
             return Err(CliError::conflict("--store etcd", "needs --etcd-endpoints"));
         }
@@ -112,7 +121,7 @@ impl EtcdFlags {
                 roots: self.etcd_ca_path.into_iter().collect(),
                 identity: self.etcd_cert_path.zip(self.etcd_key_path),
             },
-            compact: !self.etcd_no_compaction,
+            compact,
         })
     }
 }
@@ -181,15 +190,14 @@ impl ControlPlaneFlags {
         self.process.check()?;
         let store = match (self.store, self.data_dir) {
             (StoreName::Etcd, _) if !cfg!(feature = "etcd") => {
-                let reason = "this smg was built without etcd: take one built with `--features etcd`, or let the members \
-                              keep the state themselves (--store raft)";
+                let reason = format!("{WITHOUT_ETCD}, or let the members keep the state themselves (--store raft)");
                 return Err(CliError::refused("--store etcd", reason));
             }
             (StoreName::Etcd, _) if !self.join.is_empty() => {
                 return Err(CliError::conflict("--join", "with --store etcd, members find each other in etcd"));
             }
-            (StoreName::Etcd, _) => StoreArgs::Etcd(self.etcd.resolve()?),
-            (StoreName::Raft, _) if !self.etcd.etcd_endpoints.is_empty() => {
+            (StoreName::Etcd, _) => StoreArgs::Etcd(self.etcd.resolve(!self.etcd_no_compaction)?),
+            (StoreName::Raft, _) if self.etcd.is_given() => {
                 return Err(CliError::conflict("--etcd-endpoints", "needs --store etcd"));
             }
             (StoreName::Raft, Some(data_dir)) => StoreArgs::Raft { data_dir },

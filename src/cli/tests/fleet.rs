@@ -191,6 +191,16 @@ fn etcd_keeps_the_state_where_it_was_built_in_and_is_refused_in_words_where_it_w
         assert!(reason.contains("this smg was built without etcd") && reason.contains("--features etcd"), "{reason}");
     }
     assert_eq!(refusal("smg controlplane --insecure --store etcd").0, "--store etcd");
+    let restore = "smg cluster restore f --etcd-endpoints http://a:2379 --etcd-prefix /x";
+    if cfg!(feature = "etcd") {
+        let Ok(Invocation::Cluster(arguments)) = parse_line(restore) else { panic!("{restore}") };
+        let Some(StoreArgs::Etcd(etcd)) = arguments.into else { panic!("{:?}", arguments.into) };
+        assert_eq!((etcd.endpoints.join(" ").as_str(), etcd.prefix.as_str()), ("http://a:2379", "/x"));
+    } else {
+        assert!(refusal(restore).1.contains("built without etcd"));
+    }
+    syntax_error(&format!("{restore} --data-dir d"));
+    syntax_error("smg cluster restore f");
     assert_eq!(
         refusal("smg controlplane --insecure --data-dir d --etcd-endpoints http://a:1").0,
         "--etcd-endpoints",

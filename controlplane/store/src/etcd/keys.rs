@@ -22,6 +22,11 @@ impl Keys {
         format!("{}{name}", self.prefix).into_bytes()
     }
 
+    /// Where all of them lie.
+    pub fn all(&self) -> Vec<u8> {
+        self.key("")
+    }
+
     /// The number of the last entry.
     pub fn head(&self) -> Vec<u8> {
         self.key("head")

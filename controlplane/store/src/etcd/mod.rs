@@ -5,7 +5,7 @@
 //!
 //! How the parts share the work: [`keys`] says where things lie, [`client`] calls etcd, [`watch`] follows keys, [`lease`] keeps what a
 //! member holds, [`log`] reads and applies, [`writer`] appends and writes snapshots ([`snapshot`]), [`propose`] takes writes and reads on any
-//! member, [`ask`] lets members ask each other.
+//! member, [`ask`] lets members ask each other, [`restore`] makes a fleet of a backup.
 //!
 //! Invariants
 //! * an entry, the log's head and the end of the command's waiting are one transaction, which checks that its author still is the writer;
@@ -44,12 +44,15 @@ mod keys;
 mod lease;
 mod log;
 mod propose;
+mod restore;
 mod snapshot;
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 mod tests;
 mod watch;
 mod writer;
+
+pub use restore::restore;
 
 use ask::Answering;
 use client::Etcd;
@@ -113,6 +116,9 @@ pub enum EtcdError {
     /// There is no fleet, and no order to found one.
     #[error("there is no fleet in etcd under {0}: check --etcd-prefix, or found a new fleet with --bootstrap")]
     Empty(String),
+    /// There is something where a fleet was to be restored.
+    #[error("there is something in etcd under {0} already: choose another --etcd-prefix")]
+    Taken(String),
     /// What is there cannot be used.
     #[error("the fleet's data in etcd cannot be used: {0}")]
     Damaged(String),

@@ -16,7 +16,7 @@ use crate::call::CallError;
 use crate::frame::{frame, unframe};
 
 /// Largest part, in bytes. A request may have 1.5 MiB unless etcd is told otherwise.
-const PART: usize = 512 * 1024;
+pub(crate) const PART: usize = 512 * 1024;
 /// Parts that are read at once.
 const AT_ONCE: i64 = 16;
 

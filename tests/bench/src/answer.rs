@@ -4,13 +4,14 @@
 
 use memchr::memchr;
 use memchr::memmem::Finder;
+use serde_json::Value;
 
 use crate::Result;
 
 /// What an answer must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Expected {
-    /// A whole document with a choice.
+    /// A whole JSON document with a choice that has a message.
     Document,
     /// A stream of so many tokens, one an event, with its proper end.
     Tokens(u64),
@@ -109,9 +110,9 @@ impl Answer {
     pub fn end(self) -> Result<u64> {
         self.check()?;
         match self.expected {
-            Expected::Document if Finder::new(br#""choices""#).find(&self.held).is_some() => Ok(0),
+            Expected::Document if has_choice(&self.held) => Ok(0),
             Expected::Document => {
-                Err(format!("an answer without a choice: {}", String::from_utf8_lossy(&self.held)).into())
+                Err(format!("not JSON with a choice: {}", String::from_utf8_lossy(&self.held)).into())
             }
             Expected::Tokens(expected) | Expected::Usage(expected) if self.done && self.tokens == expected => {
                 Ok(self.tokens)
@@ -122,6 +123,13 @@ impl Answer {
             }
         }
     }
+}
+
+/// Whether a document is a chat completion that answers something.
+fn has_choice(document: &[u8]) -> bool {
+    let document = serde_json::from_slice::<Value>(document).unwrap_or_default();
+    document.get("error").is_none_or(Value::is_null)
+        && document.pointer("/choices/0/message").is_some_and(Value::is_object)
 }
 
 #[cfg(test)]
@@ -176,10 +184,14 @@ mod tests {
 
     #[test]
     fn a_document_needs_a_choice() {
-        for (text, served) in [(r#"{"choices":[]}"#, true), (r#"{"error":{}}"#, false), ("", false)] {
+        let whole = r#"{"choices":[{"index":0,"message":{"role":"assistant","content":""}}],"error":null}"#;
+        let failed = r#"{"choices":[{"message":{}}],"error":{"message":"gone"}}"#;
+        let cut = whole.get(..whole.len() - 1).unwrap();
+        let wrong = [r#"{"choices":[]}"#, r#"{"choices":[null]}"#, r#"{"error":{}}"#, failed, cut, ""];
+        for (text, served) in wrong.map(|text| (text, false)).into_iter().chain([(whole, true)]) {
             let mut answer = Answer::new(Expected::Document);
             text.as_bytes().chunks(3).for_each(|piece| answer.read(piece));
-            assert_eq!(answer.end().is_ok(), served);
+            assert_eq!(answer.end().is_ok(), served, "{text}");
         }
     }
 }

@@ -1,5 +1,8 @@
 //! The load generator: raw HTTP/1.1 connections, one request at a time on each.
+//!
+//! A subject that hangs fails the run: nothing waits for answers longer than [`STALL`] while none comes.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -18,6 +21,44 @@ use crate::answer::{Answer, Expected};
 
 /// Streams that are opened at the same time by [`Held::open`]: a burst of all of them would measure the kernel's queue of connections.
 const OPENING: usize = 50;
+
+/// Longest time without any answer: many times as long as the slowest stream of a workload takes.
+const STALL: Duration = Duration::from_secs(60);
+
+/// How many answers there were, for whoever waits for more.
+#[derive(Debug, Clone, Default)]
+pub struct Progress(Arc<AtomicU64>);
+
+impl Progress {
+    /// One more.
+    pub fn made(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Waits for `work`, which tells this of its answers.
+    ///
+    /// # Errors
+    /// Those of `work`, or there was no answer for [`STALL`].
+    pub async fn watch<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        self.watch_for(STALL, work).await
+    }
+
+    async fn watch_for<T>(&self, stall: Duration, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut work = pin!(work);
+        let (mut answers, mut since) = (0, Instant::now());
+        loop {
+            if let Ok(done) = tokio::time::timeout(stall / 60, work.as_mut()).await {
+                return done;
+            }
+            let now = self.0.load(Ordering::Relaxed);
+            if now != answers {
+                (answers, since) = (now, Instant::now());
+            } else if since.elapsed() > stall {
+                return Err(format!("it hangs: no answer for {stall:?}, after {answers}").into());
+            }
+        }
+    }
+}
 
 /// One kind of request.
 #[derive(Debug, Clone)]
@@ -125,10 +166,10 @@ pub struct Seen {
 /// # Errors
 /// A request was not served.
 pub async fn closed(shot: &Shot, connections: usize, requests: u64, keep_gaps: bool) -> Result<Seen> {
-    let next = Arc::new(AtomicU64::new(0));
+    let (next, progress) = (Arc::new(AtomicU64::new(0)), Progress::default());
     let started = Instant::now();
     let runners = (0..connections).map(|_| {
-        let (next, shot) = (Arc::clone(&next), shot.clone());
+        let (next, progress, shot) = (Arc::clone(&next), progress.clone(), shot.clone());
         tokio::spawn(async move {
             let mut sender = connect(&shot.address).await?;
             let mut seen = Seen::default();
@@ -137,6 +178,7 @@ pub async fn closed(shot: &Shot, connections: usize, requests: u64, keep_gaps: b
                     sender = connect(&shot.address).await?;
                 }
                 let timing = fire(&mut sender, &shot, keep_gaps.then_some(&mut seen.gaps)).await?;
+                progress.made();
                 seen.requests += 1;
                 seen.tokens += timing.tokens;
                 seen.whole.push(timing.whole);
@@ -146,7 +188,8 @@ pub async fn closed(shot: &Shot, connections: usize, requests: u64, keep_gaps: b
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(seen)
         })
     });
-    merge(runners.collect::<Vec<_>>()).await
+    let runners: Vec<_> = runners.collect();
+    progress.watch(merge(runners)).await
 }
 
 /// Adds up what runners saw.
@@ -175,8 +218,13 @@ impl Held {
     /// Opens `count` streams and waits until each has brought something.
     ///
     /// # Errors
-    /// A stream cannot be opened.
+    /// A stream cannot be opened, or brings nothing.
     pub async fn open(shot: &Shot, count: usize) -> Result<Self> {
+        let progress = Progress::default();
+        progress.watch(Self::open_all(shot, count, &progress)).await
+    }
+
+    async fn open_all(shot: &Shot, count: usize, progress: &Progress) -> Result<Self> {
         let mut streams = JoinSet::new();
         while streams.len() < count {
             let openings = (0..OPENING.min(count - streams.len())).map(|_| async {
@@ -185,6 +233,7 @@ impl Held {
                 let mut answer = Answer::new(shot.expected);
                 let first = body.frame().await.ok_or("a stream ended at once")??;
                 first.data_ref().into_iter().for_each(|data| answer.read(data));
+                progress.made();
                 Ok::<_, Box<dyn std::error::Error + Send + Sync>>((sender, body, answer))
             });
             for (sender, mut body, mut answer) in futures::future::try_join_all(openings).await? {
@@ -213,5 +262,41 @@ impl Held {
                 Err("a stream had its end before memory was read: not all were open at once".into())
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(60);
+
+    #[tokio::test]
+    async fn a_peer_that_accepts_and_never_answers_is_told_of() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let shot = Shot {
+            address: listener.local_addr().unwrap().to_string(),
+            body: Bytes::new(),
+            expected: Expected::Document,
+        };
+        let mut sender = connect(&shot.address).await.unwrap();
+        let hung = Progress::default().watch_for(SHORT, fire(&mut sender, &shot, None)).await;
+        assert!(hung.unwrap_err().to_string().starts_with("it hangs"));
+    }
+
+    #[tokio::test]
+    async fn work_may_take_longer_than_a_stall_while_there_are_answers() {
+        let progress = Progress::default();
+        let work = async {
+            let started = Instant::now();
+            while started.elapsed() < 3 * SHORT {
+                progress.made();
+                tokio::task::yield_now().await;
+            }
+            Ok(())
+        };
+        progress.watch_for(SHORT, work).await.unwrap();
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Barrier, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::Result;
-use crate::load::{Seen, Shot, connect, fire, merge};
+use crate::load::{Progress, Seen, Shot, connect, fire, merge};
 
 /// Threads, each with a connection: many times as many as requests are under way at a time.
 const CONNECTIONS: usize = 32;
@@ -21,7 +21,7 @@ const HEAD_START: Duration = Duration::from_millis(20);
 /// `rate` requests a second for `duration`, each timed from when it was meant to be sent.
 ///
 /// # Errors
-/// A connection cannot be opened, or a request was not served.
+/// A connection cannot be opened, a request was not served, or none was for long. Threads that wait then are left behind.
 pub async fn open(shot: &Shot, rate: f64, duration: Duration) -> Result<Seen> {
     let plan = Arc::new(Plan {
         shot: shot.clone(),
@@ -30,12 +30,14 @@ pub async fn open(shot: &Shot, rate: f64, duration: Duration) -> Result<Seen> {
         next: AtomicU64::new(0),
         connected: Barrier::new(CONNECTIONS),
         started: OnceLock::new(),
+        progress: Progress::default(),
     });
     let threads = (0..CONNECTIONS).map(|_| {
         let plan = Arc::clone(&plan);
         tokio::task::spawn_blocking(move || plan.run())
     });
-    merge(threads.collect::<Vec<_>>()).await
+    let threads: Vec<_> = threads.collect();
+    plan.progress.watch(merge(threads)).await
 }
 
 /// What the threads share.
@@ -46,6 +48,7 @@ struct Plan {
     next: AtomicU64,
     connected: Barrier,
     started: OnceLock<Instant>,
+    progress: Progress,
 }
 
 impl Plan {
@@ -72,6 +75,7 @@ impl Plan {
             std::thread::sleep(intended.saturating_duration_since(Instant::now()));
             let late = intended.elapsed();
             let timing = runtime.block_on(fire(&mut sender, &self.shot, None))?;
+            self.progress.made();
             seen.requests += 1;
             seen.tokens += timing.tokens;
             seen.whole.push(timing.whole + late);

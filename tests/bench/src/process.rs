@@ -1,9 +1,9 @@
 //! Child processes and what `/proc` says about them.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process_group, setrlimit};
@@ -31,6 +31,35 @@ pub fn raise_file_limit() -> Result<()> {
     }
 }
 
+/// Held by the one run that the machine has at a time.
+#[derive(Debug)]
+#[must_use]
+pub struct Lock {
+    _file: File,
+}
+
+/// Makes sure that no other run goes on: both would look for ports from the same one on, and measure each other.
+///
+/// # Errors
+/// Another run goes on, or the file cannot be opened.
+pub fn lock() -> Result<Lock> {
+    lock_file(&std::env::temp_dir().join("smg-bench.lock"))
+}
+
+fn lock_file(path: &Path) -> Result<Lock> {
+    // Another user's file can only be read, which is enough for a lock; the file stays.
+    let opened = File::options().create(true).truncate(false).write(true).open(path).or_else(|_| File::open(path));
+    let file = opened.map_err(|error| format!("{}: {error}", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => Ok(Lock { _file: file }),
+        Err(TryLockError::WouldBlock) => {
+            Err(format!("another smg-bench runs, and each would measure the other ({} is locked)", path.display())
+                .into())
+        }
+        Err(TryLockError::Error(error)) => Err(format!("{}: {error}", path.display()).into()),
+    }
+}
+
 /// A child that ends with its handle, its own children too, as do its files.
 pub struct Process {
     name: String,
@@ -39,7 +68,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in a process group of its own. It finds an empty folder in `BENCH_FOLDER`, and neither proxies nor log levels.
+    /// Starts `command` in a process group of its own. It finds a folder of its own in `BENCH_FOLDER`, and neither
+    /// proxies nor log levels.
     pub fn start(name: &str, mut command: Command) -> Result<Self> {
         use std::os::unix::process::CommandExt;
         let folder = tempfile::Builder::new().prefix("smg-bench-").tempdir()?;
@@ -184,4 +214,21 @@ pub fn machine() -> String {
     let model = model.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("");
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     format!("machine: {cores} cores, {}; {}", model.trim_start_matches(['\t', ' ', ':']), load())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn two_runs_at_once_refuse_and_one_after_the_other_do_not() {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("lock");
+        let first = lock_file(&path).unwrap();
+        assert!(lock_file(&path).unwrap_err().to_string().contains("another smg-bench"));
+        drop(first);
+        drop(lock_file(&path).unwrap());
+    }
 }

@@ -35,6 +35,8 @@ pub enum Kind {
     SmgVllm,
     /// `smg launch` over SGLang pairs that speak gRPC.
     SmgGrpc,
+    /// The least that a proxy of this kind can do, in front of the SGLang pairs.
+    Floor,
     /// Another gateway.
     Peer {
         /// What it stands in front of.
@@ -150,7 +152,7 @@ impl Kind {
     /// The engines behind it.
     pub fn pairs(&self) -> Pairs {
         match self {
-            Kind::Direct | Kind::SmgSglang => Pairs::Sglang,
+            Kind::Direct | Kind::SmgSglang | Kind::Floor => Pairs::Sglang,
             Kind::SmgVllm => Pairs::VllmRegistered,
             Kind::SmgGrpc => Pairs::SglangGrpc,
             Kind::Peer { pairs, .. } => *pairs,
@@ -164,6 +166,7 @@ impl Kind {
             Kind::SmgSglang => "smg, SGLang pairs",
             Kind::SmgVllm => "smg, vLLM NIXL pairs",
             Kind::SmgGrpc => "smg, SGLang pairs over gRPC",
+            Kind::Floor => "floor",
             Kind::Peer { name, .. } => name,
         };
         if several { format!("{name}, {workers} workers") } else { name.to_owned() }
@@ -188,6 +191,7 @@ impl Subject {
         let (port, metrics) = (free_port()?, free_port()?);
         let address = format!("127.0.0.1:{port}");
         let mut command = match kind {
+            Kind::Floor => Command::new(fleet.binaries.join("smg-bench-floor")),
             Kind::Peer { command, .. } => {
                 let mut shell = Command::new("sh");
                 shell.args(["-c", command]).env("PATH", search_path());
@@ -294,7 +298,8 @@ async fn register(gateway: &mut Process, address: &str, engines: &Engines) -> Re
     let spec = |url: &str, role: &str| json!({"url": url, "worker_type": role, "runtime_type": "vllm", "kv_connector": "NixlConnector", "kv_role": "kv_both"});
     let prefills = engines.prefills.iter().map(|(url, _)| spec(url, "prefill"));
     for spec in prefills.chain(engines.decodes.iter().map(|url| spec(url, "decode"))) {
-        let (status, body) = call(Method::POST, address, "/workers", Some(&spec)).await?;
+        let answer = tokio::time::timeout(ATTEMPT, call(Method::POST, address, "/workers", Some(&spec))).await;
+        let (status, body) = answer.map_err(|_| format!("registration did not answer for {ATTEMPT:?}"))??;
         if status != 202 {
             return Err(format!("{}: registration answered {status}: {body}", gateway.told()).into());
         }
@@ -324,20 +329,24 @@ async fn call(method: Method, address: &str, path: &str, body: Option<&Value>) -
     Ok((status, String::from_utf8_lossy(&body).into_owned()))
 }
 
-/// Waits for what `process` should come to; one that ends instead is told at once, with what it printed.
+/// Waits for what `process` should come to; one that ends instead is told at once, with what it printed. One that has ended has not come
+/// to it either: who answered then is somebody else.
 async fn until(process: &mut Process, what: &str, mut attempt: impl AsyncFnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + START;
-    // An attempt may hang on a process that accepts and does not answer.
-    while !tokio::time::timeout(ATTEMPT, attempt()).await.unwrap_or(false) {
+    loop {
+        // An attempt may hang on a process that accepts and does not answer.
+        let came = tokio::time::timeout(ATTEMPT, attempt()).await.unwrap_or(false);
         if let Some(status) = process.ended()? {
             return Err(format!("{}\nIt ended ({status}) before this was so: {what}", process.told()).into());
+        }
+        if came {
+            return Ok(());
         }
         if Instant::now() > deadline {
             return Err(format!("{}\nNot within {START:?}: {what}", process.told()).into());
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    Ok(())
 }
 
 async fn answers(process: &mut Process, address: &str, path: &str) -> Result<()> {

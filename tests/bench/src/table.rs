@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 /// Columns whose ratio says nothing: what was added to another latency may be nothing, or less; the others tell of the measurement.
-const WITHOUT_RATIO: [&str; 4] = ["added p50 us", "added p99 us", "late p99 us", "open streams"];
+const WITHOUT_RATIO: [&str; 3] = ["added p50 us", "late p99 us", "open streams"];
 
 /// One measurement: figures by name, in the order of the columns.
 pub type Figures = Vec<(&'static str, f64)>;
@@ -81,8 +81,14 @@ impl Rows {
             .filter_map(|figures| figures.iter().find(|(name, _)| *name == column).map(|(_, value)| *value))
             .collect();
         values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+        median(&values)
     }
+}
+
+/// The middle of sorted values, or the mean of the two in the middle.
+fn median(sorted: &[f64]) -> f64 {
+    let (below, above) = (sorted.len().saturating_sub(1) / 2, sorted.len() / 2);
+    sorted.get(below).zip(sorted.get(above)).map_or(f64::NAN, |(below, above)| (below + above) / 2.0)
 }
 
 fn show(value: f64) -> String {
@@ -91,5 +97,18 @@ fn show(value: f64) -> String {
         value if value.abs() >= 1000.0 => format!("{value:.0}"),
         value if value.abs() >= 10.0 => format!("{value:.1}"),
         value => format!("{value:.2}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_an_even_number_lies_between_the_two_in_the_middle() {
+        assert_eq!(median(&[1.0, 2.0, 9.0]), 2.0);
+        assert_eq!(median(&[1.0, 2.0, 4.0, 9.0]), 3.0);
+        assert_eq!(median(&[5.0]), 5.0);
+        assert!(median(&[]).is_nan());
     }
 }
